@@ -1,0 +1,49 @@
+"""The README of a converted folder: a model card that says where the model is from and what its conversion proved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mlx_transmuter.program import Program
+
+
+def card(program: Program, config: dict[str, Any], folder: Path) -> str:
+    """The card's text. folder: the converted folder, whose files say whether the model has a tokenizer."""
+    meta = program.meta
+    base = meta["source"].get("base_model")
+    proof = meta["proof"]
+    rows = [
+        "---",
+        "library_name: mlx_transmuter",
+        "pipeline_tag: text-generation",
+        *([f"base_model: {base}"] if base else []),
+        "tags:",
+        "- mlx",
+        "- onnx",
+        "---",
+        "",
+        f"# {base or config.get('model_type') or 'A decoder'} for MLX",
+        "",
+        f"Converted from `{meta['source']['file']}` by mlx-transmuter. Run it with",
+        "",
+        "```",
+        "mlx-transmuter generate --model <this folder> --prompt …",
+        "```",
+        "",
+        "What the conversion proved, on random tokens, against the unrewritten graph:",
+        "",
+        f"- prompts of {', '.join(str(n) for n in proof['prompts'] if n)} tokens in one batch and {proof['steps']} decode steps:"
+        f" logits within {proof['error']:.1e} of their spread (limit {proof['limit']:.0e});",
+        f"- the cache works in the mode `{meta['cache_mode']}`;",
+        *(
+            f"- the rewrite `{r['name']}` replaced {r['held']} nodes"
+            + (f" and left {sum(r['declined'].values())}" if r["declined"] else "")
+            + ";"
+            for r in meta["rewrites"]
+        ),
+        f"- {meta['nodes']['read']} nodes were read, {meta['nodes']['kept']} are left.",
+    ]
+    if not (folder / "tokenizer.json").is_file():
+        rows += ["", "The source has no tokenizer.json: the model takes and gives token ids."]
+    return "\n".join(rows) + "\n"

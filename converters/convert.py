@@ -1,0 +1,214 @@
+"""Conversion: read, rewrite, write to a temporary folder, prove, and only then give the folder its name."""
+
+from __future__ import annotations
+
+import errno
+import math
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from tqdm import tqdm
+
+from converters import prove
+from converters.card import card
+from converters.errors import ConvertError
+from converters.match import Record
+from converters.names import name_weights
+from converters.passes import ORDER, rewrite
+from converters.read import read
+from converters.tensors import Tensor
+from mlx_transmuter import ops, weights
+from mlx_transmuter.model import PROGRAM, load_module, read_json
+from mlx_transmuter.module import Module
+from mlx_transmuter.program import Program
+from mlx_transmuter.signature import Signature, SignatureError, declared_mode, outputs
+from mlx_transmuter.tokenizer import Tokenizer
+
+# What is kept of a source beside its graph. Nothing that holds code.
+KEPT = (
+    "config.json generation_config.json genai_config.json tokenizer.json tokenizer_config.json special_tokens_map.json "
+    "added_tokens.json vocab.json vocab.txt merges.txt tokenizer.model spiece.model sentencepiece.bpe.model "
+    "chat_template.jinja chat_template.json preprocessor_config.json processor_config.json video_preprocessor_config.json"
+).split()
+
+
+def convert(source: Path, file: str, out: Path, *, progress: bool = True, base_model: str | None = None) -> Path:
+    """Converts the ONNX decoder `file` of the folder `source` into the folder `out`, and gives `out`.
+
+    `out` is replaced if it is a converted folder, and must be absent or empty otherwise. Until the converted module has been
+    proved against the graph, everything lies in a temporary folder beside `out`; whatever ends a conversion, an error or
+    Ctrl-C, leaves `out` as it was. base_model: the repository that the source is, for the card.
+
+    Raises ConvertError for a file that cannot be converted, for a module that disagrees with the graph, for a full disk.
+    """
+    source, out = Path(source), Path(out)
+    path = source / file
+    if out.exists() and not out.is_dir() or out.is_dir() and any(out.iterdir()) and not (out / PROGRAM).is_file():
+        raise ConvertError(out, "something that is no converted folder", "a new folder", "choose another one")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".partial", dir=out.parent) as temporary:
+            staged = Path(temporary) / "model"
+            staged.mkdir()
+            _convert_into(staged, source, path, progress, base_model)
+            _put_in_place(staged, out, Path(temporary) / "old")
+    except OSError as problem:
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ConvertError(out, "a full disk", "room for the converted model", "free some and convert again") from None
+        raise
+    except RuntimeError as problem:  # what MLX raises for a file that it cannot write
+        raise ConvertError(out, f"a file that cannot be written ({problem})", "room and rights for the model") from None
+    return out
+
+
+def _put_in_place(staged: Path, out: Path, old: Path) -> None:
+    """Gives the whole folder its name; a folder of that name is moved away first and is back if that fails."""
+    if not out.exists():
+        staged.rename(out)
+        return
+    out.rename(old)
+    try:
+        staged.rename(out)
+    except BaseException:
+        old.rename(out)
+        raise
+
+
+def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_model: str | None) -> None:
+    graph = read(path, progress=progress)
+    graph = name_weights(graph.select(outputs(value.name for value in graph.outputs)))
+    try:
+        signature = Signature.of(graph)
+    except SignatureError as problem:
+        raise ConvertError(path, problem.found, problem.expected, problem.do) from None
+    if signature.given:
+        raise ConvertError(
+            path, f"the inputs {', '.join(signature.given)}", "tokens, mask, positions and cache", "convert a causal decoder"
+        )
+    for name in KEPT:
+        found = next((place / name for place in (path.parent, source) if (place / name).is_file()), None)
+        if found is not None:
+            shutil.copyfile(found, folder / name)
+    config = read_json(folder / "config.json")
+    vocab = _vocabulary(graph, signature, path)
+    _check_tokenizer(folder, vocab, path)
+    lengths = _proof_lengths(config)
+    case = prove.Case.random(vocab, lengths)
+    limit = _tolerance(graph)
+    order = ORDER
+    while True:
+        program, records = rewrite(graph, order)
+        _save_weights(folder, program, progress)
+        module = Module(program, weights.load(folder, program))
+        wanted = prove.plain(_plain_module(graph, program, module), signature, case)
+        mode, errors = prove.best_mode(module, declared_mode(program, Signature.of(program)), case, wanted, limit)
+        if mode is not None:
+            break
+        if not order:
+            raise ConvertError(
+                path, f"a module that disagrees with its graph ({errors})", f"logits within {limit:g} of their spread",
+                "report the model: its conversion is wrong and was thrown away",
+            )  # fmt: skip
+        # The last rewrite goes first: it builds on those before it.
+        order = order[:-1]
+    dropped = [Record(one.__name__, 0, {"the module disagreed with the graph": 1}) for one in ORDER[len(order) :]]
+    program.meta = {
+        "cache_mode": mode,
+        "max_positions": _max_positions(config, read_json(folder / "genai_config.json")),
+        "proof": {"error": errors[mode], "limit": limit, "tried": errors, "prompts": lengths, "steps": prove.STEPS},
+        "nodes": {"read": len(graph.nodes), "kept": len(program.nodes)},
+        "rewrites": [{"name": r.name, "held": r.held, "declined": r.declined} for r in [*records, *dropped]],
+        "source": {"file": path.name, **({"base_model": base_model} if base_model else {})},
+    }
+    program.save(folder / PROGRAM)
+    load_module(folder)
+    (folder / "README.md").write_text(card(program, config, folder), encoding="utf-8")
+
+
+def _vocabulary(program: Program, signature: Signature, path: Path) -> int:
+    shape = program.output(signature.logits).shape  # type: ignore[union-attr]
+    size = shape[-1] if shape else None
+    if not isinstance(size, int) or size < 2:
+        raise ConvertError(path, f"logits of shape {list(shape or ())}", "a vocabulary of a fixed size")
+    return size
+
+
+def _check_tokenizer(folder: Path, vocab: int, path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    if tokenizer is not None and tokenizer.vocab_size > vocab:
+        raise ConvertError(
+            path, f"a vocabulary of {vocab} tokens and a tokenizer with {tokenizer.vocab_size}",
+            "a tokenizer without tokens that the model lacks", "use the tokenizer files of this model",
+        )  # fmt: skip
+
+
+def _proof_lengths(config: dict[str, Any]) -> list[int]:
+    """Prompt lengths of the proof: ragged, a padding row among them, and past the sliding window where it is short."""
+    window = config.get("sliding_window") or config.get("window_size") or 0
+    limit = _max_positions(config, {}) or 2**20
+    longest = window + 5 if isinstance(window, int) and 8 <= window <= 128 else 13
+    return [max(1, min(longest, limit - prove.STEPS)), max(1, min(5, limit - prove.STEPS)), 0]
+
+
+def _max_positions(config: dict[str, Any], genai: dict[str, Any]) -> int | None:
+    """The most tokens that a sequence may have, from config.json or genai_config.json; None where they say nothing."""
+    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
+    genai_model = genai.get("model") if isinstance(genai.get("model"), dict) else {}
+    for place in (config, text, genai_model):
+        for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "context_length"):
+            if isinstance(place.get(name), int) and place[name] > 0:
+                return place[name]
+    return None
+
+
+def _tolerance(program: Program) -> float:
+    """How far logits may be off, by the lowest float type that the weights or the cache have."""
+    kinds = {weight.dtype for weight in program.weights.values() if math.prod(weight.shape) > 1}
+    kinds |= {value.dtype for value in (*program.inputs, *program.outputs)}
+    return max(limit for kind, limit in prove.TOLERANCES.items() if kind in kinds or kind == "float32")
+
+
+def _array(tensor: Tensor) -> mx.array:
+    return ops.to_device(np.ascontiguousarray(tensor.read()).reshape(tensor.shape))
+
+
+def _save_weights(folder: Path, program: Program, progress: bool) -> None:
+    for old in folder.glob("model*.safetensors*"):
+        old.unlink()
+    with tqdm(total=len(program.arrays), desc="converting", unit="weight", disable=None if progress else True, leave=False) as bar:
+
+        def item(name: str, tensor: Tensor):
+            def read_() -> mx.array:
+                bar.update()
+                return _array(tensor)
+
+            try:
+                size = ops.device_dtype(tensor.dtype).size * tensor.size
+            except ValueError as problem:
+                raise ConvertError(folder.name, f"the weight {name!r}: {problem}", "a type that MLX has") from None
+            return name, size, read_
+
+        weights.save(folder, [item(name, tensor) for name, tensor in program.arrays.items()])
+
+
+def _plain_module(graph: Program, program: Program, module: Module) -> Module:
+    """The unrewritten graph over the converted module's own arrays, so that no weight is in memory twice."""
+    by_tensor: dict[int, str] = {id(tensor): name for name, tensor in program.arrays.items()}
+    turned = {id(tensor.turned): name for name, tensor in program.arrays.items() if tensor.turned is not None}
+    arrays = dict(module.weights())
+
+    def array(tensor: Tensor) -> mx.array:
+        if id(tensor) in by_tensor:
+            return arrays[by_tensor[id(tensor)]]
+        if id(tensor) in turned:
+            return arrays[turned[id(tensor)]].T
+        return _array(tensor)
+
+    return Module(replace(graph), {name: array(tensor) for name, tensor in graph.arrays.items()})
+
+

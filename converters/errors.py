@@ -1,0 +1,14 @@
+"""The one error of the converter."""
+
+from __future__ import annotations
+
+
+class ConvertError(ValueError):
+    """A source that cannot be converted: in which `file` (and `node`), what was `found`, what `expected`, what to `do`."""
+
+    def __init__(self, file: object, found: str, expected: str = "", do: str = "", node: str = ""):
+        self.file, self.node, self.found, self.expected, self.do = str(file), node, found, expected, do
+        text = f"{file}: " + (f"node {node}: " if node else "") + f"found {found}"
+        text += f"; expected {expected}" if expected else ""
+        text += f". To mend it: {do}" if do else ""
+        super().__init__(text + ".")

@@ -1,0 +1,120 @@
+"""What a rewrite sees of a program, and what it may answer; the driver applies the answers and records them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from converters.tensors import Tensor
+from mlx_transmuter.program import Node, Program, Value, Weight
+
+
+@dataclass(frozen=True)
+class Become:
+    """The node `root` becomes `nodes`, which give all its outputs that are read; with new layers, weights and constants."""
+
+    root: Node
+    nodes: tuple[Node, ...]
+    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    arrays: dict[str, Tensor] = field(default_factory=dict)
+    constants: dict[str, np.ndarray] = field(default_factory=dict)
+    inputs: tuple[Value, ...] = ()
+
+
+@dataclass(frozen=True)
+class Declined:
+    """The node `root` looked like a match and stays as it is, for that reason."""
+
+    root: Node
+    reason: str
+
+
+Answer = Become | Declined
+Rewrite = Callable[["Graph"], Iterator[Answer]]
+
+
+@dataclass
+class Record:
+    """What a rewrite did: its name, how many nodes it replaced, and why it declined others (a reason once, with a count)."""
+
+    name: str
+    held: int
+    declined: dict[str, int]
+
+
+class Graph:
+    """A program with its producers, consumers and constants at hand."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.nodes = program.nodes
+        self._producers = program.producers()
+        self._consumers = program.consumers()
+        self._outputs = {value.name for value in program.outputs}
+
+    def producer(self, name: str, kind: str | None = None) -> Node | None:
+        """The node that gives the value, if it is of that kind ("Transpose", any opset)."""
+        node = self._producers.get(name)
+        return node if node is not None and (kind is None or is_kind(node, kind)) else None
+
+    def consumers(self, name: str) -> list[Node]:
+        """The nodes that read the value."""
+        return self._consumers.get(name, [])
+
+    def only_consumer(self, name: str) -> Node | None:
+        """The one node that reads the value, if there is one and the graph does not give the value."""
+        readers = self.consumers(name)
+        return readers[0] if len(readers) == 1 and name not in self._outputs else None
+
+    def weight(self, name: str) -> Tensor | None:
+        """The weight's tensor, or None for another value."""
+        return self.program.arrays.get(name)
+
+    def constant(self, name: str) -> np.ndarray | None:
+        """The constant's array, or None for another value."""
+        return self.program.constants.get(name)
+
+
+def is_kind(node: Node, kind: str) -> bool:
+    """Whether the node is some form of the operator `kind`."""
+    return node.op.rpartition("-")[0] == kind or node.op == kind
+
+
+def apply(program: Program, rewrite: Rewrite) -> tuple[Program, Record]:
+    """The program after the rewrite, without the nodes that nothing reads any more, and what the rewrite did."""
+    replaced: dict[int, Become] = {}
+    declined: dict[str, int] = {}
+    for answer in rewrite(Graph(program)):
+        if isinstance(answer, Declined):
+            declined[answer.reason] = declined.get(answer.reason, 0) + 1
+        else:
+            replaced[id(answer.root)] = answer
+    record = Record(rewrite.__name__, len(replaced), declined)
+    if not replaced:
+        return program, record
+    nodes: list[Node] = []
+    layers, arrays, constants = dict(program.layers), dict(program.arrays), dict(program.constants)
+    inputs = {value.name: value for value in program.inputs}
+    for node in program.nodes:
+        answer = replaced.get(id(node))
+        if answer is None:
+            nodes.append(node)
+            continue
+        nodes += answer.nodes
+        layers |= answer.layers
+        arrays |= answer.arrays
+        constants |= answer.constants
+        inputs |= {value.name: value for value in answer.inputs}
+    program = replace(
+        program,
+        inputs=tuple(inputs.values()),
+        nodes=nodes,
+        layers=layers,
+        arrays=arrays,
+        constants=constants,
+        weights={name: Weight(array.dtype, array.shape) for name, array in arrays.items()},
+    )
+    return program.select([value.name for value in program.outputs]), record

@@ -1,0 +1,92 @@
+"""Names of weights: those of the exporter's scopes, so that a person and MLX's tools find them.
+
+An exporter keeps a weight's name (`model.norm.weight`) unless it folded something into it (`onnx::MatMul_733`); then the node
+that reads it still stands in its scope (`/model/layers.0/self_attn/q_proj/MatMul`), and the weight takes its name from there.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from mlx_transmuter.program import Node, Program
+
+# What a weight is to the operator that reads it, by the operator's kind and the input's index.
+_ROLES = {
+    ("Add", None): "bias",
+    ("Sub", None): "bias",
+    ("Gemm", 2): "bias",
+    ("Conv", 2): "bias",
+    ("LayerNormalization", 2): "bias",
+    ("MatMulNBits", 2): "scales",
+    ("MatMulNBits", 3): "zero_points",
+    ("MatMulNBits", 5): "bias",
+    ("GatherBlockQuantized", 2): "scales",
+    ("GatherBlockQuantized", 3): "zero_points",
+    ("DequantizeLinear", 1): "scales",
+    ("DequantizeLinear", 2): "zero_points",
+    ("GroupQueryAttention", 7): "cos",
+    ("GroupQueryAttention", 8): "sin",
+    ("RotaryEmbedding", 2): "cos",
+    ("RotaryEmbedding", 3): "sin",
+}
+_WEIGHT = {"MatMul", "Gemm", "Conv", "ConvTranspose", "Mul", "Gather", "LayerNormalization", "RMSNormalization",
+           "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "SkipLayerNormalization", "MatMulNBits",
+           "GatherBlockQuantized", "DequantizeLinear", "MatMulInteger"}  # fmt: skip
+_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)+")
+
+
+def name_weights(program: Program) -> Program:
+    """The program with every weight renamed to a dotted path that no other value has and that is no part of another's."""
+    readers: dict[str, tuple[Node, int]] = {}
+    for node in program.all_nodes():
+        for i, name in enumerate(node.inputs):
+            if name in program.weights:
+                readers.setdefault(name, (node, i))
+    taken = {value.name for value in program.inputs} | set(program.constants) | {n for x in program.all_nodes() for n in x.outputs}
+    prefixes: set[str] = set()
+    names: dict[str, str] = {}
+    # Names that are good already come first, so that a derived one never takes their place.
+    for name in sorted(program.weights, key=lambda name: not _PLAIN.fullmatch(name)):
+        wanted = _clean(name) if _PLAIN.fullmatch(name) or name not in readers else _derived(*readers[name])
+        stem, _, last = wanted.rpartition(".")
+        unique, i = wanted, 1
+        while unique in taken or unique in prefixes or any(part in taken for part in _parents(unique)):
+            i += 1
+            unique = f"{stem}.{last}_{i}" if stem else f"{last}_{i}"
+        taken.add(unique)
+        prefixes.update(_parents(unique))
+        names[name] = unique
+    return _renamed(program, names)
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
+def _clean(name: str) -> str:
+    """`name` as a dotted path: parts of letters, digits, _ and -, none empty, none that starts with _ (MLX hides these)."""
+    parts = [re.sub(r"[^A-Za-z0-9_-]+", "_", part).strip("_") for part in re.split(r"[./]+", name)]
+    return ".".join(part for part in parts if part) or "weight"
+
+
+def _derived(node: Node, index: int) -> str:
+    kind = node.op.rpartition("-")[0].rpartition(".")[2]
+    role = _ROLES.get((kind, index)) or _ROLES.get((kind, None)) or ("weight" if kind in _WEIGHT else kind.lower())
+    scope = _clean(node.name.rpartition("/")[0]) if "/" in node.name else _clean(node.name) if node.name else kind.lower()
+    return f"{scope}.{role}"
+
+
+def _renamed(program: Program, names: dict[str, str]) -> Program:
+    def node(old: Node) -> Node:
+        attrs = {key: _renamed(value, names) if isinstance(value, Program) else value for key, value in old.attrs.items()}
+        return replace(old, inputs=tuple(names.get(name, name) for name in old.inputs), attrs=attrs)
+
+    return replace(
+        program,
+        nodes=[node(old) for old in program.nodes],
+        outputs=tuple(replace(value, name=names.get(value.name, value.name)) for value in program.outputs),
+        weights={names[name]: weight for name, weight in program.weights.items()},
+        arrays={names[name]: array for name, array in program.arrays.items()},
+    )

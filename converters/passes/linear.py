@@ -1,0 +1,80 @@
+"""Linear: products with a constant matrix, and the bias after them, become an `nn.Linear` (Linear.weight is [out, in])."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from converters.match import Answer, Become, Declined, Graph, is_kind
+from converters.tensors import Tensor
+from mlx_transmuter.program import Node
+
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+def layer_names(weight: str) -> tuple[str, str, str]:
+    """The path of the layer that holds the weight of that name, and the names of its weight and bias."""
+    path = weight.removesuffix(".weight")
+    return path, f"{path}.weight", f"{path}.bias"
+
+
+def linear(graph: Graph) -> Iterator[Answer]:
+    """MatMul(x, W) [+ b], MatMul(x, Wᵀ) and Gemm(x, W, b) with a constant W and b → mlx.linear."""
+    given: dict[str, str] = {}  # path -> the bias that its layer has
+    for node in graph.nodes:
+        found = _product(graph, node)
+        if found is None:
+            continue
+        name, matrix, bias = found
+        if matrix.dtype not in FLOATS:
+            yield Declined(node, f"the matrix is {matrix.dtype}; wanted a float type")
+            continue
+        path, weight, bias_name = layer_names(name)
+        if graph.program.layers.get(path, {}).get("kind") == "Embedding":
+            yield Become(node, (Node("mlx.as_linear", (node.inputs[0], path), node.outputs, name=node.name),))
+            continue
+        root, outputs = node, node.outputs
+        if not bias and (after := graph.only_consumer(node.outputs[0])) and is_kind(after, "Add"):
+            other = [value for value in after.inputs if value != node.outputs[0]]
+            tensor = graph.weight(other[0]) if other else None
+            if tensor is not None and tensor.shape == matrix.shape[:1] and tensor.dtype == matrix.dtype:
+                bias, root, outputs = other[0], after, after.outputs
+        if given.setdefault(path, bias) != bias:
+            yield Declined(node, "the matrix is used with two biases; wanted one")
+            continue
+        forms = {(reader.op, reader.inputs.index(name), reader.attrs.get("transB", 0)) for reader in graph.consumers(name)}
+        if len(forms) > 1:
+            yield Declined(node, "the matrix is read in several ways; wanted products of one form")
+            continue
+        arrays = {weight: matrix}
+        if bias:
+            arrays[bias_name] = graph.program.arrays[bias]
+        yield Become(
+            root,
+            (Node("mlx.linear", (node.inputs[0], path), outputs, name=node.name),),
+            layers={path: {"kind": "Linear", "bias": bool(bias)}},
+            arrays=arrays,
+        )
+
+
+def _product(graph: Graph, node: Node) -> tuple[str, Tensor, str] | None:
+    """The name of the weight of a product, its matrix as [out, in], and the name of its bias ("" for none)."""
+    if is_kind(node, "MatMul"):
+        name = node.inputs[1]
+        if (matrix := graph.weight(name)) is not None and len(matrix.shape) == 2:
+            return name, matrix.transposed(), ""
+        turned = graph.producer(name, "Transpose")
+        if turned is not None and (matrix := graph.weight(turned.inputs[0])) is not None:
+            if len(matrix.shape) == 2 and list(turned.attrs.get("perm", [1, 0])) == [1, 0]:
+                return turned.inputs[0], matrix, ""
+    if is_kind(node, "Gemm") and not node.attrs.get("transA", 0):
+        matrix = graph.weight(node.inputs[1])
+        bias = node.inputs[2] if len(node.inputs) > 2 else ""
+        plain = node.attrs.get("alpha", 1.0) == 1.0 and (not bias or node.attrs.get("beta", 1.0) == 1.0)
+        if matrix is None or not plain:
+            return None
+        if not node.attrs.get("transB", 0):
+            matrix = matrix.transposed()
+        tensor = graph.weight(bias) if bias else None
+        if not bias or (tensor is not None and tensor.shape == matrix.shape[:1]):
+            return node.inputs[1], matrix, bias
+    return None

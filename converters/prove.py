@@ -1,0 +1,129 @@
+"""The proof of a conversion: the converted module, run as generation runs it, against the unrewritten graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_transmuter import ops
+from mlx_transmuter.decoder import Decoder, DecoderError
+from mlx_transmuter.module import Module
+from mlx_transmuter.signature import Mode, Signature
+
+STEPS = 2
+# How far logits may differ, relative to their spread, by the type that the graph computes in. The rewrites keep the graph's
+# arithmetic up to its order of summation; two orders of a sum differ by some 1e-6 of it in float32 and 1e-2 in half types.
+TOLERANCES = {"float32": 1e-4, "float16": 3e-2, "bfloat16": 1e-1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts of a batch, [] for a padding row, and the tokens that follow each: STEPS decode steps."""
+
+    prompts: list[list[int]]
+    following: list[list[int]]
+
+    @staticmethod
+    def random(vocab: int, lengths: Sequence[int]) -> Case:
+        """Seeded tokens, from the upper three quarters of the vocabulary: special tokens stand at its beginning."""
+        draw = np.random.default_rng(0)
+        prompts = [draw.integers(vocab // 4, vocab, n).tolist() for n in lengths]
+        return Case(prompts, [draw.integers(vocab // 4, vocab, STEPS).tolist() for _ in lengths])
+
+
+def plain(module: Module, signature: Signature, case: Case) -> list[list[np.ndarray]]:
+    """The logits [vocab] of each row after its prompt and after each following token, one row at a time.
+
+    The graph runs as its exporter meant it: the prompt at once, a cache of exactly the tokens so far, no padding.
+    """
+    return [
+        _plain_row(module, signature, [prompt, *([token] for token in following)]) if prompt else []
+        for prompt, following in zip(case.prompts, case.following, strict=True)
+    ]
+
+
+def _plain_row(module: Module, signature: Signature, parts: list[list[int]]) -> list[np.ndarray]:
+    inputs = {value.name: value for value in module.program.inputs}
+    cache = {e.past: mx.zeros(e.sizes(1, 0), ops.device_dtype(e.dtype)) for e in signature.entries}
+    length, found = 0, []
+    for part in parts:
+        feed: dict[str, mx.array | np.ndarray] = dict(cache)
+        feed[signature.tokens] = mx.array([part], mx.int32)
+        if signature.mask:
+            feed[signature.mask] = mx.ones((1, length + len(part)), ops.device_dtype(inputs[signature.mask].dtype))
+        if signature.positions:
+            place = mx.arange(length, length + len(part), dtype=mx.int32)[None]
+            axes = signature.position_axes
+            feed[signature.positions] = mx.broadcast_to(place, (axes, *place.shape)) if axes else place
+        if signature.branch:
+            feed[signature.branch] = np.array([length > 0])
+        if signature.keep:
+            feed[signature.keep] = np.zeros([1] * len(inputs[signature.keep].shape or ()), np.int64)
+        given = module(**feed)
+        cache = {e.past: given[e.present] for e in signature.entries}
+        length += len(part)
+        mx.eval(given)
+        found.append(ops.to_host(given[signature.logits][0, -1]))
+    return found
+
+
+def run(module: Module, mode: Mode, case: Case) -> list[list[np.ndarray]]:
+    """The same logits from a batch over pools, the prompts in power-of-two parts, as generation runs them."""
+    decoder = Decoder(module, len(case.prompts), mode=mode)
+    found: list[list[np.ndarray]] = [[] for _ in case.prompts]
+    for group in decoder.groups([len(prompt) for prompt in case.prompts]):
+        rows = [case.prompts[r] + case.following[r] if r in group else [] for r in range(decoder.rows)]
+        session = decoder.begin([len(row) for row in rows])
+        lengths = [len(case.prompts[r]) if r in group else 0 for r in range(decoder.rows)]
+        at = [0] * decoder.rows
+        while any(at[r] < len(rows[r]) for r in group):
+            left = [(lengths[r] if at[r] < lengths[r] else at[r] + 1) - at[r] if r in group else 0 for r in range(decoder.rows)]
+            prompting = max((lengths[r] - at[r] for r in group), default=0)
+            left = [n if (at[r] < lengths[r]) == (prompting > 0) else 0 for r, n in enumerate(left)]
+            seq = 1 << (max(left).bit_length() - 1)
+            counts = [min(seq, n) for n in left]
+            tokens = [rows[r][at[r] : at[r] + n] + [0] * (seq - n) for r, n in enumerate(counts)]
+            logits = session.step(np.array(tokens, np.int32), counts)
+            session.evaluate(logits)
+            for r, n in enumerate(counts):
+                at[r] += n
+                if n and at[r] >= lengths[r]:
+                    found[r].append(ops.to_host(logits[r]))
+    return found
+
+
+def error(found: list[list[np.ndarray]], wanted: list[list[np.ndarray]]) -> float:
+    """The largest difference of two sets of logits, relative to the spread of the wanted ones; infinite for NaN."""
+    worst = 0.0
+    for row, truth in zip(found, wanted, strict=True):
+        for one, other in zip(row, truth, strict=True):
+            finite = np.isfinite(other)
+            spread = float(np.ptp(other[finite])) if finite.any() else 0.0
+            far = np.abs(one[finite].astype(np.float32) - other[finite]) / (spread or 1.0)
+            if not np.isfinite(one[finite]).all() or (np.isfinite(one) != finite).any():
+                return float("inf")
+            worst = max(worst, float(far.max(initial=0.0)))
+    return worst
+
+
+def modes(declared: Mode) -> tuple[Mode, ...]:
+    """The modes to try, the fastest first. A graph that counts its positions from the mask runs over a buffer undeclared."""
+    return ("in_place", "grow") if declared == "in_place" else ("append", "grow")
+
+
+def best_mode(module: Module, declared: Mode, case: Case, wanted: list[list[np.ndarray]], limit: float) -> tuple[Mode | None, dict]:
+    """The first mode whose logits agree with the wanted ones within `limit`, and the error of each mode that was tried."""
+    errors: dict[str, float | str] = {}
+    for mode in modes(declared):
+        try:
+            far = error(run(module, mode, case), wanted)
+        except (ops.OperatorError, DecoderError) as problem:
+            errors[mode] = str(problem)
+            continue
+        errors[mode] = far
+        if far <= limit:
+            return mode, errors
+    return None, errors

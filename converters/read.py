@@ -1,0 +1,232 @@
+"""ModelProto to Program: nothing of ONNX survives past this file but the names of its operators and types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.inliner
+from google.protobuf.message import DecodeError
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, ValueInfoProto
+from tqdm import tqdm
+
+from converters import tensors
+from converters.errors import ConvertError
+from converters.tensors import Tensor
+from mlx_transmuter import ops
+from mlx_transmuter.ops import NAMES
+from mlx_transmuter.program import MAX_CONSTANT_ELEMENTS, Node, Program, Value, Weight
+
+_ONNX_DOMAINS = ("", "ai.onnx")
+
+
+def read(source: Path | ModelProto, *, progress: bool = False) -> Program:
+    """The Program of an ONNX file (or of a ModelProto, whose external data is then looked for in the working folder).
+
+    `arrays` of the result has the weights, read when used. Functions local to the model are inlined, and an operator that is
+    not declared but whose ONNX schema has a function body is expanded into it. Raises ConvertError for a file that is not a
+    whole ONNX model, for data outside its folder, and, in one list, for every operator that is not supported.
+    """
+    file = Path("model") if isinstance(source, ModelProto) else Path(source)
+    model = source if isinstance(source, ModelProto) else _parse(file)
+    opsets = {"" if o.domain in _ONNX_DOMAINS else o.domain: o.version for o in model.opset_import}
+    try:
+        model = _inlined(model, opsets)
+    except Exception as error:  # the inliner raises what it likes; the file is at fault
+        raise ConvertError(file, f"functions that cannot be inlined ({error})", "a valid model") from None
+    opsets |= {"" if o.domain in _ONNX_DOMAINS else o.domain: o.version for o in model.opset_import}
+    missing: dict[str, list[str]] = {}
+    for node in _nodes(model.graph):
+        kind, form = _kind(node, opsets)
+        if form is None:
+            missing.setdefault(kind, []).append(node.name or node.output[0])
+    if missing:
+        names = ", ".join(f"{kind} ({len(nodes)}, such as {nodes[0]!r})" for kind, nodes in sorted(missing.items()))
+        raise ConvertError(
+            file,
+            f"operators that are not supported: {names}",
+            do="convert another file of the model, or export it with other operators",
+        )
+    return _Reader(file, opsets, progress).program(model.graph)
+
+
+def _parse(file: Path) -> ModelProto:
+    try:
+        model = onnx.load_model(str(file), load_external_data=False)
+    except FileNotFoundError:
+        raise ConvertError(file, "no such file", "an ONNX model") from None
+    except (DecodeError, ValueError, UnicodeDecodeError, RuntimeError) as error:
+        raise ConvertError(
+            file, f"{file.stat().st_size} bytes that are no ONNX model ({error})", "a whole ONNX file", "download it again, whole"
+        ) from None
+    if not model.graph.node or not model.opset_import:
+        raise ConvertError(file, "a file without a graph", "an ONNX model", "download the file again, whole")
+    return model
+
+
+def _nodes(graph: GraphProto):
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.GRAPH:
+                yield from _nodes(attribute.g)
+
+
+def _kind(node: NodeProto, opsets: dict[str, int]) -> tuple[str, str | None]:
+    """The operator as ONNX names it, with its domain, and the declared form that holds for the model, or None."""
+    domain = "" if node.domain in _ONNX_DOMAINS else node.domain
+    kind = f"{domain}.{node.op_type}" if domain else node.op_type
+    if kind == "Constant":
+        return kind, kind
+    return kind, ops.form(kind, opsets.get(domain, 1))
+
+
+def _inlined(model: ModelProto, opsets: dict[str, int]) -> ModelProto:
+    if model.functions:
+        model = onnx.inliner.inline_local_functions(model)
+    names = set()
+    for node in _nodes(model.graph):
+        kind, form = _kind(node, opsets)
+        if form is None:
+            domain = "" if node.domain in _ONNX_DOMAINS else node.domain
+            try:
+                schema = onnx.defs.get_schema(node.op_type, opsets.get(domain, 1), domain)
+            except onnx.defs.SchemaError:
+                continue
+            if schema.has_function or schema.has_context_dependent_function:
+                names.add((domain, node.op_type))
+    if not names:
+        return model
+    model = onnx.inliner.inline_selected_functions(model, sorted(names), inline_schema_functions=True)
+    return model
+
+
+class _Reader:
+    """Reads one file: its values' unique names, its constants and its weights."""
+
+    def __init__(self, file: Path, opsets: dict[str, int], progress: bool):
+        self.file, self.opsets = file, opsets
+        self.taken: set[str] = set()
+        self.constants: dict[str, np.ndarray] = {}
+        self.arrays: dict[str, Tensor] = {}
+        self.bar = tqdm(desc="reading", unit="node", disable=None if progress else True, leave=False)
+
+    def program(self, graph: GraphProto) -> Program:
+        program = self.graph(graph, {})
+        self.bar.close()
+        program.constants, program.arrays = self.constants, self.arrays
+        program.weights = {name: Weight(array.dtype, array.shape) for name, array in self.arrays.items()}
+        program.validate(str(self.file))
+        return program
+
+    def name(self, name: str, scope: dict[str, str]) -> str:
+        """A name that no other value of the file has, for `name` given in `scope`: branches may use a name again."""
+        unique, i = name, 1
+        while unique in self.taken:
+            i += 1
+            unique = f"{name}~{i}"
+        self.taken.add(unique)
+        scope[name] = unique
+        return unique
+
+    def graph(self, graph: GraphProto, outer: dict[str, str]) -> Program:
+        scope = dict(outer)
+        stored = {proto.name for proto in graph.initializer} | {proto.values.name for proto in graph.sparse_initializer}
+        inputs = tuple(self.value(info, self.name(info.name, scope)) for info in graph.input if info.name not in stored)
+        for proto in graph.initializer:
+            self.give(self.name(proto.name, scope), tensors.tensor(proto, self.file))
+        for sparse in graph.sparse_initializer:
+            self.give(self.name(sparse.values.name, scope), tensors.sparse(sparse, self.file))
+        nodes = []
+        for proto in graph.node:
+            self.bar.update()
+            nodes += self.node(proto, scope)
+        for info in graph.output:
+            if info.name not in scope:
+                raise ConvertError(self.file, f"no node that gives the output {info.name!r}", "every output given")
+        return Program(inputs, tuple(self.value(info, scope[info.name]) for info in graph.output), nodes)
+
+    def give(self, name: str, data: Tensor) -> None:
+        """Keeps a tensor: small integers and scalars as constants known on the host, the rest as weights."""
+        integral = data.dtype in ("string", "bool", "int64", "int32", "uint64", "uint32")
+        if data.dtype == "string" or data.size <= (MAX_CONSTANT_ELEMENTS if integral else 1):
+            array = data.read()
+            if array.dtype.kind in "biufU":
+                self.constants[name] = np.array(array)
+                return
+        self.arrays[name] = data
+
+    def value(self, info: ValueInfoProto, name: str) -> Value:
+        kind = info.type.WhichOneof("value")
+        proto = info.type
+        while kind in ("sequence_type", "optional_type"):
+            proto = getattr(proto, kind).elem_type
+            kind = proto.WhichOneof("value")
+        if kind != "tensor_type":
+            return Value(name, "float32", None)
+        tensor_type = proto.tensor_type
+        shape = None
+        if tensor_type.HasField("shape") and proto is info.type:
+            shape = tuple(
+                dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in tensor_type.shape.dim
+            )
+        return Value(name, NAMES.get(tensor_type.elem_type, "float32"), shape)
+
+    def node(self, proto: NodeProto, scope: dict[str, str]) -> list[Node]:
+        for name in proto.input:
+            if name and name not in scope:
+                raise ConvertError(
+                    self.file, f"the input {name!r}", "a value given before it is read", node=f"{proto.op_type} {proto.name!r}"
+                )
+        attrs = {a.name: self.attribute(a, proto, scope) for a in proto.attribute}
+        kind, form = _kind(proto, self.opsets)
+        if kind == "Constant":
+            return self.constant(proto, attrs, scope)
+        assert form is not None
+        inputs = tuple(scope[name] if name else "" for name in proto.input)
+        while inputs and not inputs[-1]:
+            inputs = inputs[:-1]
+        outputs = tuple(self.name(name, scope) if name else "" for name in proto.output)
+        attrs = {name: value for name, value in attrs.items() if value is not None}
+        return [Node(form, inputs, outputs, attrs, proto.name)]
+
+    def constant(self, proto: NodeProto, attrs: dict[str, Any], scope: dict[str, str]) -> list[Node]:
+        (kind, value), *_ = attrs.items()
+        name = self.name(proto.output[0], scope)
+        if not isinstance(value, Tensor):
+            dtype = {"f": np.float32, "i": np.int64}.get(kind.removeprefix("value_")[0])
+            array = np.array(value, dtype)
+            value = Tensor({"f": "float32", "i": "int64"}.get(kind.removeprefix("value_")[0], "string"), array.shape, lambda: array)
+        self.give(name, value)
+        return []
+
+    def attribute(self, proto: AttributeProto, node: NodeProto, scope: dict[str, str]) -> Any:
+        kinds = AttributeProto
+        match proto.type:
+            case kinds.INT:
+                return proto.i
+            case kinds.FLOAT:
+                return proto.f
+            case kinds.STRING:
+                return proto.s.decode("utf-8", "replace")
+            case kinds.INTS:
+                return list(proto.ints)
+            case kinds.FLOATS:
+                return list(proto.floats)
+            case kinds.STRINGS:
+                return [text.decode("utf-8", "replace") for text in proto.strings]
+            case kinds.GRAPH:
+                return self.graph(proto.g, scope)
+            case kinds.TENSOR:
+                data = tensors.tensor(proto.t, self.file, f"{node.name}.{proto.name}")
+                return data if node.op_type == "Constant" else np.array(data.read())
+            case kinds.SPARSE_TENSOR:
+                return tensors.sparse(proto.sparse_tensor, self.file)
+            case kinds.TYPE_PROTO:
+                return None
+        raise ConvertError(
+            self.file, f"the attribute {proto.name!r} of type {proto.type}", "numbers, text, tensors or graphs",
+            node=f"{node.op_type} {node.name!r}",
+        )

@@ -1,0 +1,183 @@
+"""Tensors of an ONNX file: their sizes are checked before anything is read, and their data is read only when it is used."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, numpy_helper
+
+from converters.errors import ConvertError
+from mlx_transmuter.ops import NAMES
+
+# Bits of one element as raw data holds it; strings have no raw data.
+BITS = {
+    **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 8),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 16),
+    **dict.fromkeys(("int32", "uint32", "float32"), 32),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 64),
+    **dict.fromkeys(("int4", "uint4", "float4_e2m1"), 4),
+    **dict.fromkeys(("int2", "uint2"), 2),
+    "float8_e8m0": 8,
+    "complex128": 128,
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor whose data is read when asked for, so that a conversion holds one weight more than the file, not all twice.
+
+    dtype: the ONNX type's name. shape: its shape. read: gives the data as a numpy array of that shape (bfloat16 and the like
+    as ml_dtypes has them; 4-bit integers one a byte). turned: the tensor whose transpose this one is, if it was made so.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+    turned: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def transposed(self) -> Tensor:
+        """The tensor with its axes in reverse order."""
+        return Tensor(self.dtype, self.shape[::-1], lambda: self.read().transpose(), turned=self)
+
+
+def tensor(proto: TensorProto, file: Path, name: str | None = None) -> Tensor:
+    """The Tensor of a TensorProto in `file`, external data included. Raises ConvertError for data that is not there whole."""
+    name = name or proto.name
+    dtype = NAMES.get(proto.data_type)
+    if dtype is None:
+        raise ConvertError(file, f"the tensor {name!r} of type {proto.data_type}", "a type that ONNX has")
+    shape = tuple(proto.dims)
+    if any(size < 0 for size in shape):
+        raise ConvertError(file, f"the tensor {name!r} of shape {list(shape)}", "sizes that are not negative")
+    if proto.data_location == TensorProto.EXTERNAL:
+        return _external(proto, file, name, dtype, shape)
+    if dtype != "string" and proto.HasField("raw_data"):
+        wanted = math.prod(shape) * BITS[dtype] / 8
+        if len(proto.raw_data) != math.ceil(wanted):
+            raise ConvertError(
+                file, f"{len(proto.raw_data)} bytes of data for the tensor {name!r}", f"{math.ceil(wanted)} bytes"
+            )
+    elif (count := _typed_count(proto, dtype)) != math.prod(shape):
+        raise ConvertError(file, f"{count} elements for the tensor {name!r} of shape {list(shape)}", f"{math.prod(shape)}")
+    return Tensor(dtype, shape, lambda: _array(proto))
+
+
+def _typed_count(proto: TensorProto, dtype: str) -> int:
+    if dtype == "string":
+        return len(proto.string_data)
+    if dtype in ("float32", "complex64"):
+        return len(proto.float_data) // (2 if dtype == "complex64" else 1)
+    if dtype in ("float64", "complex128"):
+        return len(proto.double_data) // (2 if dtype == "complex128" else 1)
+    if dtype == "int64":
+        return len(proto.int64_data)
+    if dtype in ("uint32", "uint64"):
+        return len(proto.uint64_data)
+    packed = 8 // BITS[dtype] if BITS[dtype] < 8 else 1
+    # Packed types hold several elements an entry; the last entry may be partly filled.
+    count, wanted = len(proto.int32_data), math.prod(proto.dims)
+    return wanted if count == math.ceil(wanted / packed) else count * packed
+
+
+def _array(proto: TensorProto) -> np.ndarray:
+    array = numpy_helper.to_array(proto)
+    if BITS.get(NAMES[proto.data_type]) in (2, 4) and array.dtype.name in ("int4", "uint4", "int2", "uint2"):
+        return array.astype(np.uint8 if array.dtype.name.startswith("u") else np.int8)
+    return np.array([s.decode() if isinstance(s, bytes) else s for s in array.ravel()]).reshape(array.shape) \
+        if array.dtype == object else array
+
+
+def _external(proto: TensorProto, file: Path, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    entries = {entry.key: entry.value for entry in proto.external_data}
+    location = entries.get("location", "")
+    path = locate(location, file, name)
+    try:
+        offset = int(entries.get("offset") or 0)
+        wanted = math.ceil(math.prod(shape) * BITS[dtype] / 8)
+        length = int(entries.get("length") or wanted)
+    except (ValueError, KeyError):
+        raise ConvertError(file, f"external data {entries!r} of the tensor {name!r}", "a location, an offset, a length") from None
+    size = path.stat().st_size
+    if length != wanted or offset < 0 or offset + length > size:
+        raise ConvertError(
+            file,
+            f"the tensor {name!r} at bytes {offset} to {offset + length} of {location!r}, which has {size} bytes",
+            f"{wanted} bytes of data inside that file",
+            "download the file again, whole",
+        )
+
+    def read() -> np.ndarray:
+        if not wanted:
+            data = b""
+        else:
+            data = np.memmap(path, np.uint8, "r", offset, wanted)
+        plain = np.dtype(dtype) if dtype in ("float16", "float32", "float64", "bool") or "int" in dtype and BITS[dtype] >= 8 else None
+        if plain is not None:
+            return np.frombuffer(data, plain).reshape(shape)
+        return _array(TensorProto(data_type=proto.data_type, dims=shape, raw_data=bytes(data)))
+
+    return Tensor(dtype, shape, read)
+
+
+def locate(location: str, file: Path, name: str) -> Path:
+    """The path of external data. Raises ConvertError unless it lies in the folder of `file`.
+
+    The one link that is followed out of the folder is that of a Hugging Face snapshot, whose files all point into the
+    repository's own `blobs`: `models--x/snapshots/<commit>/…` to `models--x/blobs/<hash>`.
+    """
+    wrong = ConvertError(
+        file, f"external data at {location!r} for the tensor {name!r}", "a file beside the model", "do not trust this model"
+    )
+    parts = Path(location).parts
+    if not location or "\0" in location or Path(location).is_absolute() or ".." in parts or ":" in location or "\\" in location:
+        raise wrong
+    folder = file.parent
+    path = folder / location
+    if not path.exists():
+        raise ConvertError(
+            file, f"no file {location!r}, which holds the tensor {name!r}", "it beside the model", "download it too"
+        )
+    real = Path(os.path.realpath(path))
+    if not real.is_file():
+        raise wrong
+    if real.is_relative_to(os.path.realpath(folder)) or (blobs := _blobs(folder)) and real.parent == blobs:
+        return real
+    raise wrong
+
+
+def _blobs(folder: Path) -> Path | None:
+    """The real path of the blobs beside the snapshot that `folder` lies in, if it lies in one."""
+    absolute = Path(os.path.abspath(folder))
+    for parent in absolute.parents:
+        if parent.name == "snapshots" and (parent.parent / "blobs").is_dir():
+            return Path(os.path.realpath(parent.parent / "blobs"))
+    return None
+
+
+def sparse(proto: onnx.SparseTensorProto, file: Path) -> Tensor:
+    """The dense Tensor of a SparseTensorProto."""
+    values, indices = tensor(proto.values, file), tensor(proto.indices, file)
+    shape = tuple(proto.dims)
+    if math.prod(shape) > max(2**24, 1024 * values.size):
+        raise ConvertError(file, f"a sparse tensor of shape {list(shape)} with {values.size} values", "a smaller one")
+
+    def read() -> np.ndarray:
+        dense = np.zeros(shape, values.read().dtype)
+        places = indices.read()
+        if places.ndim == 2:
+            dense[tuple(places.T)] = values.read()
+        else:
+            dense.reshape(-1)[places] = values.read()
+        return dense
+
+    return Tensor(values.dtype, shape, read)

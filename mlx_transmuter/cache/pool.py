@@ -1,0 +1,130 @@
+"""Pools: the owner of a cache's arrays, which gives them to one step at a time so that writes stay in place."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import mlx.core as mx
+
+from mlx_transmuter.cache.error import CacheError, integer, integers
+from mlx_transmuter.cache.storage import store_rows
+
+_MEND = (
+    "Wrong: old = pools.take(); new = step(old, x); pools.put(new)   (old is still held)   "
+    "Right: new = step(pools.take(), x); pools.put(new); pools.evaluate()"
+)
+
+
+class Pools:
+    """The arrays of a cache, axis 0 of each the slot, given away for good to each step that writes them.
+
+    MLX writes into an array's memory only when nobody else holds the array at evaluation and no read of it is unfinished;
+    else it copies the whole pool. So the arrays leave with `take`, what the step makes of them comes with `put`, and
+    `evaluate` computes it. Between `take` and `put`, and after a step that failed there, the owner is empty: the old arrays
+    may be half written over, and every use raises CacheError. `put` raises it too when somebody still holds an old array.
+
+        logits, new = step(pools.take(), tokens)
+        pools.put(new)
+        pools.evaluate(logits)
+
+    arrays: the pools as they are at first. slots: what axis 0 counts, by default its length in the first pool; pools that
+    keep n rows for each slot (heads, see CacheIndex.heads) have n · slots.
+    """
+
+    def __init__(self, arrays: Iterable[mx.array], slots: int | None = None):
+        self._arrays: list[mx.array] | None = list(arrays)
+        self._given: list[weakref.ref[mx.array]] = []
+        self._kinds = [(a.shape, a.dtype) for a in self._arrays]
+        first = self._kinds[0][0][0] if self._kinds else 0
+        self.slots = first if slots is None else integer("Pools: slots", slots, 0)
+        self._running = False
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """The pools, to read. Drop them, and evaluate what was read, before the next take."""
+        return list(self._here("arrays"))
+
+    def take(self) -> list[mx.array]:
+        """The pools, given away: hand them straight to the step that writes them and keep no name for them."""
+        arrays = self._here("take")
+        self._arrays = None
+        self._given = [weakref.ref(a) for a in arrays]
+        return arrays
+
+    def put(self, new: Sequence[mx.array]) -> None:
+        """Stores what a step made of the pools, and empties `new` where it is a list, so that the owner alone holds them.
+
+        Raises CacheError when the pools were not taken, when an old array is still held, or when shapes or dtypes differ.
+        """
+        if self._arrays is not None:
+            raise CacheError("Pools.put", "pools that nobody took", "a take before each put", _MEND)
+        kinds = [(a.shape, a.dtype) for a in new]
+        if kinds != self._kinds:
+            raise CacheError("Pools.put", _shapes(kinds), f"{_shapes(self._kinds)}, as they were given away")
+        held = [i for i, old in enumerate(self._given) if old() is not None and not any(old() is a for a in new)]
+        if held:
+            raise CacheError("Pools.put", f"old pools {held} held elsewhere", "no name for them after the step", _MEND)
+        self._arrays = list(new)
+        if isinstance(new, list):
+            new.clear()
+
+    def evaluate(self, *arrays: mx.array, wait: bool = True) -> None:
+        """The one evaluation of a step: `arrays` with the pools. wait=False returns while it runs.
+
+        A write that meets an unfinished read copies the pool, so an evaluation first waits for one still running.
+        """
+        pools = self._here("evaluate")
+        if self._running:
+            mx.synchronize()
+        self._running = not wait
+        try:
+            (mx.eval if wait else mx.async_eval)(*arrays, *pools)
+        except BaseException:
+            self._arrays = None
+            raise
+
+    def grow(self, slots: int) -> None:
+        """More slots, empty ones after those there are; each pool is copied once, one at a time.
+
+        Pools of n rows a slot get n for each new one, at the end: right where their blocks (see CacheIndex.heads) are
+        whole both before and after. Raises CacheError for fewer slots than there are, or a pool of other than n · slots.
+        """
+        arrays = self._here("grow")
+        slots = integer("Pools.grow", slots, self.slots)
+        if any(a.shape[0] % max(1, self.slots) for a in arrays) or (slots and not self.slots):
+            raise CacheError("Pools.grow", _shapes(self._kinds), f"a multiple of {self.slots} slots on axis 0")
+        for i in range(len(arrays)):
+            shape, dtype = self._kinds[i]
+            more = (shape[0] // max(1, self.slots) * (slots - self.slots), *shape[1:])
+            arrays[i] = mx.concatenate([arrays[i], mx.zeros(more, dtype)])
+            mx.eval(arrays[i])
+        self._kinds = [(a.shape, a.dtype) for a in arrays]
+        self.slots = slots
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies rows of every pool, by their numbers on axis 0; the reads end before the writes begin, which stay in place."""
+        arrays = self._here("copy")
+        if not len(sources) and not len(targets):
+            return
+        source = integers("Pools.copy: sources", sources, ["n"])
+        target = integers("Pools.copy: targets", targets, source.shape)
+        mx.eval(source, target, *arrays)
+        for i in range(len(arrays)):
+            rows = mx.take(arrays[i], source, axis=0)
+            mx.eval(rows)
+            arrays[i] = store_rows(arrays[i], target, rows)
+            mx.eval(arrays[i])
+
+    def _here(self, what: str) -> list[mx.array]:
+        if self._arrays is None:
+            do = f"{_MEND}   After a step that failed: make new pools."
+            raise CacheError(f"Pools.{what}", "pools that were given away", "the pools of the last step, put back", do)
+        return self._arrays
+
+
+def _shapes(kinds: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> str:
+    return ", ".join(f"{list(shape)} {dtype}" for shape, dtype in kinds)

@@ -1,0 +1,233 @@
+"""Slots: who owns which slot of the pools, on the host: blocks by demand, shared prefixes, forks, kept prompts."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mlx_transmuter.cache.error import CacheError, integer
+
+_Key = tuple[int, tuple[int, ...]]  # (number of the kept block before, tokens of this one): names the whole prefix
+
+
+@dataclass
+class _Sequence:
+    tokens: list[int | None] = field(default_factory=list)  # None: not told
+    blocks: list[int] = field(default_factory=list)
+
+
+class Slots:
+    """Hands out the slots of the pools in blocks of `block` slots, and gives the tables that CacheIndex.make takes.
+
+    A sequence owns as many blocks as its tokens need, in the order of their positions. Blocks are shared by counting
+    their users: between forks, and between prompts that begin alike. A shared block is never written: a sequence whose
+    last block is shared and partly filled gets its own copy of it at its next append, which says what to copy.
+
+        sequence, stored = slots.open(prompt)          # stored: tokens whose keys and values are in the pools already
+        copies = slots.append(sequence, prompt[stored:])
+        table = slots.table([sequence], context)       # ... the step that stores them runs ...
+        slots.keep(sequence)                           # now others may find its full blocks
+        slots.free(sequence)
+
+    Kept blocks without a user stay until their slots are wanted; the least recently used goes first. They are found by
+    their tokens and by the kept block before them, so a hit means the same whole prefix: Python's dict hashes the pair and
+    compares it, and a number that stands for a prefix is never given twice.
+
+    slots: how many the pools have, a multiple of block. Raises CacheError, as every method does for a wrong argument.
+    """
+
+    def __init__(self, slots: int, block: int = 1):
+        self.block = integer("Slots: block", block, 1)
+        self._uses: list[int] = []
+        self._free: list[int] = []
+        self._sequences: dict[int, _Sequence] = {}
+        self._next = 0
+        self._found: dict[_Key, int] = {}  # kept blocks
+        self._kept: dict[int, tuple[int, _Key]] = {}  # block → its number, its key
+        self._after: dict[int, set[int]] = {}  # number → the kept blocks that follow
+        self._numbers = 0  # 0 stands for the empty prefix
+        self._idle: OrderedDict[int, None] = OrderedDict()  # kept, without a user; least recently used first
+        self.grow(slots)
+
+    @property
+    def slots(self) -> int:
+        """How many slots there are."""
+        return len(self._uses) * self.block
+
+    @property
+    def free_slots(self) -> int:
+        """How many slots an append can still get: those nobody owns, and those of kept blocks without a user."""
+        return (len(self._free) + len(self._idle)) * self.block
+
+    def length(self, sequence: int) -> int:
+        """The number of tokens of the sequence."""
+        return len(self._of("length", sequence).tokens)
+
+    def open(self, tokens: Iterable[int] = ()) -> tuple[int, int]:
+        """(sequence, n): a new sequence, which begins with the n first tokens found in kept blocks.
+
+        Whole blocks, and at least the last token is never found, so that a step has a token to run.
+        """
+        prompt = _tokens("Slots.open", tokens)
+        opened = _Sequence()
+        number = 0
+        for start in range(0, (len(prompt) - 1) // self.block * self.block, self.block):
+            part = tuple(prompt[start : start + self.block])
+            block = self._found.get((number, part))
+            if block is None:
+                break
+            self._use(block)
+            opened.blocks.append(block)
+            opened.tokens += part
+            number = self._kept[block][0]
+        return self._named(opened), len(opened.tokens)
+
+    def append(self, sequence: int, tokens: Iterable[int] | int) -> list[tuple[int, int]]:
+        """Gives slots to more tokens of the sequence; the copies (from slot, to slot) to make before the step that runs them.
+
+        tokens: their ids, or only how many (those are never found again). Copies arise where the last block is partly
+        filled and not the sequence's alone. Raises CacheError, and changes nothing, when the slots don't suffice.
+        """
+        to = self._of("append", sequence)
+        count = isinstance(tokens, (int, np.integer)) and not isinstance(tokens, bool)
+        more = [None] * integer("Slots.append: tokens", tokens, 0) if count else _tokens("Slots.append", tokens)
+        filled = len(to.tokens) % self.block
+        moves = bool(more and filled) and (self._uses[to.blocks[-1]] > 1 or to.blocks[-1] in self._kept)
+        wanted = -(-(len(to.tokens) + len(more)) // self.block) - len(to.blocks) + moves
+        if wanted * self.block > self.free_slots:
+            found = f"{wanted * self.block} slots wanted and {self.free_slots} of {self.slots} free"
+            do = "Free a sequence, or grow the slots and with them the pools."
+            raise CacheError("Slots.append", found, f"at most {self.free_slots} wanted", do)
+        copies = []
+        if moves:
+            old, new = to.blocks[-1], self._claim()
+            copies = [(old * self.block + i, new * self.block + i) for i in range(filled)]
+            to.blocks[-1] = new
+            self._release([old])
+            wanted -= 1
+        to.blocks += [self._claim() for _ in range(wanted)]
+        to.tokens += more
+        return copies
+
+    def fork(self, sequence: int, length: int | None = None) -> int:
+        """A new sequence of the first `length` tokens (all by default) of the sequence, in its slots: nothing is copied."""
+        of = self._of("fork", sequence)
+        length = len(of.tokens) if length is None else integer("Slots.fork: length", length, 0, len(of.tokens))
+        forked = _Sequence(of.tokens[:length], of.blocks[: -(-length // self.block)])
+        for block in forked.blocks:
+            self._use(block)
+        return self._named(forked)
+
+    def trim(self, sequence: int, length: int) -> None:
+        """Takes the tokens after the first `length` off the sequence, and their slots."""
+        of = self._of("trim", sequence)
+        length = integer("Slots.trim: length", length, 0, len(of.tokens))
+        keep = -(-length // self.block)
+        self._release(of.blocks[keep:])
+        del of.tokens[length:], of.blocks[keep:]
+
+    def keep(self, sequence: int) -> None:
+        """Lets other sequences find the full blocks of this one: call it once a step has stored their tokens."""
+        of = self._of("keep", sequence)
+        number = 0
+        for at, block in enumerate(of.blocks[: len(of.tokens) // self.block]):
+            part = of.tokens[at * self.block : (at + 1) * self.block]
+            if None in part:
+                break
+            key = (number, tuple(part))
+            if key not in self._found:
+                assert block not in self._kept, "a kept block's key never changes"
+                self._numbers += 1
+                self._found[key] = block
+                self._kept[block] = (self._numbers, key)
+                self._after.setdefault(number, set()).add(block)
+            number = self._kept[self._found[key]][0]
+
+    def free(self, sequence: int) -> None:
+        """Ends the sequence: its slots are free again, or idle where its blocks are kept."""
+        self._release(self._of("free", sequence).blocks)
+        del self._sequences[sequence]
+
+    def grow(self, slots: int) -> None:
+        """From now on there are `slots` slots, not fewer than before; grow the pools too."""
+        slots = integer("Slots: slots", slots, self.slots)
+        if slots % self.block:
+            raise CacheError("Slots: slots", slots, f"a multiple of the block of {self.block}")
+        blocks = range(len(self._uses), slots // self.block)
+        self._uses += [0] * len(blocks)
+        self._free[:0] = reversed(blocks)
+
+    def table(self, sequences: Sequence[int | None], context: int) -> np.ndarray:
+        """int32 [rows, context] for CacheIndex.make: the slots of each sequence's tokens, -1 after them; None: a row of -1."""
+        context = integer("Slots.table: context", context, 1)
+        table = np.full((len(sequences), context), -1, np.int32)
+        for row, sequence in zip(table, sequences, strict=True):
+            if sequence is None:
+                continue
+            of = self._of("table", sequence)
+            if len(of.tokens) > context:
+                raise CacheError("Slots.table: context", context, f"at least {len(of.tokens)}, as sequence {sequence} has")
+            slots = np.asarray(of.blocks, np.int32)[:, None] * self.block + np.arange(self.block, dtype=np.int32)
+            row[: len(of.tokens)] = slots.reshape(-1)[: len(of.tokens)]
+        return table
+
+    def _of(self, what: str, sequence: int) -> _Sequence:
+        if sequence not in self._sequences:
+            raise CacheError(f"Slots.{what}: sequence", repr(sequence), f"an open one, of {sorted(self._sequences)}")
+        return self._sequences[sequence]
+
+    def _named(self, sequence: _Sequence) -> int:
+        self._next += 1
+        self._sequences[self._next] = sequence
+        return self._next
+
+    def _use(self, block: int) -> None:
+        self._uses[block] += 1
+        self._idle.pop(block, None)
+
+    def _claim(self) -> int:
+        """A block for one sequence alone: a free one, or the least recently used of the idle."""
+        if not self._free:
+            self._forget(next(iter(self._idle)))
+        block = self._free.pop()
+        self._uses[block] = 1
+        return block
+
+    def _release(self, blocks: Sequence[int]) -> None:
+        for block in reversed(blocks):  # the end of a prefix is of no use without its beginning: it goes first
+            self._uses[block] -= 1
+            if self._uses[block]:
+                continue
+            if block in self._kept:
+                self._idle[block] = None
+            else:
+                self._free.append(block)
+
+    def _forget(self, block: int) -> None:
+        """The block is no longer kept, nor are those after it, which nothing could find."""
+        forgotten = [block]
+        while forgotten:
+            block = forgotten.pop()
+            number, key = self._kept.pop(block)
+            del self._found[key]
+            forgotten += self._after.pop(number, ())
+            siblings = self._after.get(key[0])
+            if siblings is not None:
+                siblings.discard(block)
+                if not siblings:
+                    del self._after[key[0]]
+            if block in self._idle:
+                del self._idle[block]
+                self._free.append(block)
+
+
+def _tokens(where: str, tokens: Any) -> list[int | None]:
+    try:
+        ids = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
+        return [integer(f"{where}: tokens", t, -(2**63)) for t in ids]
+    except TypeError:
+        raise CacheError(f"{where}: tokens", repr(tokens), "token ids") from None

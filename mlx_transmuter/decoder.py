@@ -1,0 +1,280 @@
+"""The Decoder: step functions of one decoder, compiled once per shape, and the Runs that own its pools.
+
+A run keeps the keys and values of its rows in pools. A step reads what its rows have so far, runs the graph, and keeps the new
+keys and values; they are written into the pools at the beginning of the next step, so that each pool is written once and read
+only after the write, which MLX then does in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_transmuter import ops
+from mlx_transmuter.cache import CacheIndex, Pools
+from mlx_transmuter.module import Module
+from mlx_transmuter.signature import Entry, Mode, Signature, declared_mode
+
+# The context that a step attends over grows in powers of two from here.
+SMALLEST_BUCKET = 64
+
+
+class DecoderError(ValueError):
+    """A step that the decoder cannot run: what was `found`, what was `expected`, what to `do`."""
+
+    def __init__(self, found: str, expected: str, do: str = ""):
+        self.found, self.expected, self.do = found, expected, do
+        super().__init__(f"found {found}; expected {expected}" + (f". To mend it: {do}." if do else "."))
+
+
+def bucket(length: int) -> int:
+    """The context bucket of that many positions: the smallest power of two that holds them, at least 64."""
+    return max(SMALLEST_BUCKET, 1 << (length - 1).bit_length() if length > 0 else 0)
+
+
+class Decoder:
+    """The compiled step functions of `module` for batches of `rows` rows.
+
+    given: arrays of the graph's other inputs (an encoder's outputs), with one row for each row. mode: the cache mode, by
+    default the one that the conversion found. Raises DecoderError for a graph whose inputs it cannot give.
+    """
+
+    def __init__(
+        self, module: Module, rows: int, *, given: Mapping[str, mx.array] | None = None, mode: Mode | None = None,
+        max_positions: int | None = None,
+    ):  # fmt: skip
+        if rows < 1:
+            raise DecoderError(f"{rows} rows", "at least one row")
+        self.module, self.rows = module, rows
+        program = module.program
+        self.signature = Signature.of(program)
+        self.given = dict(given or {})
+        if missing := [name for name in self.signature.given if name not in self.given]:
+            raise DecoderError(f"no value for the inputs {', '.join(missing)}", "every input of the graph", "give them as `given`")
+        self.mode: Mode = mode or program.meta.get("cache_mode") or declared_mode(program, self.signature)
+        self.max_positions = max_positions
+        logits = program.output(self.signature.logits)
+        assert logits is not None
+        size = logits.shape[-1] if logits.shape else None
+        self.vocab = size if isinstance(size, int) else self._find_vocab()
+        self.compilations = 0
+        self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        mx.eval(module.parameters())  # a captured weight that was never evaluated would be read anew at each call
+
+    def groups(self, lengths: Sequence[int]) -> list[list[int]]:
+        """The rows that may share a run, by their prompts' lengths; rows of length 0 are in none.
+
+        All rows share one run, except in grow, where the positions of all rows come from one length.
+        """
+        found: dict[int, list[int]] = {}
+        for row, length in enumerate(lengths):
+            if length:
+                found.setdefault(length if self.mode == "grow" else 0, []).append(row)
+        return list(found.values())
+
+    def begin(self, total: Sequence[int]) -> Run:
+        """A run without tokens. total: the most tokens that each row will hold; 0 for a padding row."""
+        if len(total) != self.rows:
+            raise DecoderError(f"{len(total)} rows", f"{self.rows}")
+        return Run(self, total)
+
+    def compiled(self, key: tuple[Any, ...], make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+        """The compiled function of that key, made and counted at its first use."""
+        if key not in self._compiled:
+            self.compilations += 1
+            self._compiled[key] = mx.compile(make())
+        return self._compiled[key]
+
+    def step_function(self, seq: int, context: int) -> Callable[..., Any]:
+        """The function of a step of `seq` tokens over `context` columns of the cache (see `_step`)."""
+        steps = {"append": _append, "in_place": _in_place, "grow": _grow}
+        return self.compiled((self.mode, seq, context), lambda: _step(self, steps[self.mode], seq, context))
+
+    def write_function(self, seq: int, context: int) -> Callable[..., Any]:
+        """The function that writes the keys and values of `seq` tokens into the pools."""
+        return self.compiled(("write", seq, context), lambda: _write(self.signature.entries))
+
+    def _find_vocab(self) -> int:
+        raise DecoderError("logits whose last axis has no fixed size", "a graph that fixes the size of its vocabulary")
+
+
+class Run:
+    """One generation of a decoder's rows: it owns their pools and knows which slot holds which position of each row."""
+
+    def __init__(self, decoder: Decoder, total: Sequence[int]):
+        self.decoder = decoder
+        rows = decoder.rows
+        self.capacity = max(1, *total)
+        self.lengths = np.zeros(rows, np.int32)
+        self.table = np.full((rows, bucket(self.capacity)), -1, np.int32)
+        self.slots = 0
+        for row, size in enumerate(total):
+            self.table[row, :size] = np.arange(self.slots, self.slots + size)
+            self.slots += size
+        self.slots = max(1, self.slots)
+        entries = decoder.signature.entries
+        self.pools = Pools(
+            [mx.zeros((e.heads * self.slots, e.dim), ops.device_dtype(e.dtype)) for e in entries], slots=self.slots
+        )
+        self._pending: tuple[list[mx.array], mx.array, mx.array] | None = None
+        self.copies = 0
+        self.runs_ahead = False
+
+    def step(self, tokens: Any, counts: Sequence[int], positions: Any = None) -> mx.array:
+        """Lazy logits [rows, vocab] at the last real token of each row.
+
+        tokens: int32 [rows, seq], or float embeddings [rows, seq, dim]; the first counts[r] of row r are real, the rest
+        padding. A row without a real token has unspecified logits. positions: int32 [rows, seq] or [axes, rows, seq], by
+        default each token's index in its row. Raises DecoderError for a row that would hold more tokens than it said.
+        """
+        decoder = self.decoder
+        tokens = mx.array(tokens) if not isinstance(tokens, mx.array) else tokens
+        rows, seq = tokens.shape[:2]
+        counts_ = np.asarray(counts, np.int32)
+        if rows != decoder.rows or counts_.shape != (rows,) or counts_.min() < 0 or counts_.max() > seq:
+            raise DecoderError(f"tokens {list(tokens.shape)} and counts {list(counts)}", f"{decoder.rows} rows and 0 to seq tokens")
+        length = int(self.lengths.max())
+        if decoder.mode == "grow" and len({int(n) for n, c in zip(self.lengths, counts_, strict=True) if c}) > 1:
+            raise DecoderError(f"rows of lengths {self.lengths.tolist()}", "rows of one length in the mode grow")
+        self._flush()
+        if decoder.mode == "grow":
+            context = width = length
+        else:
+            context = width = bucket(length + seq if decoder.mode == "in_place" else length)
+        table = mx.array(self._columns(width))
+        lengths = mx.array(np.full(rows, length, np.int32) if decoder.mode == "grow" else self.lengths)
+        step = decoder.step_function(seq, context)
+        extra = [] if positions is None else [mx.array(positions)]
+        logits, news = step(self.pools.arrays, tokens, lengths, mx.array(counts_), table, list(decoder.given.values()), extra)
+        places = np.where(np.arange(seq) < counts_[:, None], self.lengths[:, None] + np.arange(seq), -1).astype(np.int32)
+        self.lengths = self.lengths + counts_
+        if int(self.lengths.max()) > self.capacity:
+            raise DecoderError(f"{int(self.lengths.max())} tokens in a row", f"at most {self.capacity}")
+        wide = self._columns(bucket(int(self.lengths.max())))
+        self._pending = (news, mx.array(places), mx.array(wide))
+        return logits
+
+    def fork(self, parents: Sequence[int]) -> None:
+        """From now on row r continues after the tokens of row parents[r]. No key or value moves: rows share slots."""
+        raise NotImplementedError
+
+    def evaluate(self, *arrays: mx.array, wait: bool = True) -> None:
+        """The one evaluation of a step: `arrays` with the pools and what the step will write into them."""
+        pending = self._pending[0] if self._pending else []
+        self.pools.evaluate(*arrays, *pending, wait=wait)
+
+    def close(self) -> None:
+        """Gives the pools' memory back."""
+        self._pending = None
+        self.pools.take()
+
+    def _columns(self, width: int) -> np.ndarray:
+        if width <= self.table.shape[1]:
+            return self.table[:, :width]
+        return np.pad(self.table, ((0, 0), (0, width - self.table.shape[1])), constant_values=-1)
+
+    def _flush(self) -> None:
+        """Writes the keys and values of the last step into the pools."""
+        if self._pending is None:
+            return
+        news, places, table = self._pending
+        self._pending = None
+        write = self.decoder.write_function(places.shape[1], table.shape[1])
+        self.pools.put(write(self.pools.take(), news, places, table))
+
+
+def _step(decoder: Decoder, mode: Callable[..., Any], seq: int, context: int) -> Callable[..., Any]:
+    """The step as a pure function of arrays: (pools, tokens, lengths, counts, table, given, positions) → (logits, news)."""
+    signature, module = decoder.signature, decoder.module
+    inputs = {value.name: value for value in module.program.inputs}
+
+    def step(pools, tokens, lengths, counts, table, given, positions):
+        rows = tokens.shape[0]
+        past, mask, fresh = mode(pools, lengths, counts, table, seq, context, signature.entries)
+        feed: dict[str, Any] = dict(zip(decoder.given, given, strict=True))
+        feed[signature.tokens] = tokens
+        if signature.mask:
+            feed[signature.mask] = mask.astype(ops.device_dtype(inputs[signature.mask].dtype))
+        if signature.positions:
+            place = positions[0] if positions else lengths[:, None] + mx.arange(seq, dtype=mx.int32)
+            if signature.position_axes and place.ndim == 2:
+                place = mx.broadcast_to(place, (signature.position_axes, rows, seq))
+            feed[signature.positions] = place
+        if signature.branch:
+            feed[signature.branch] = np.array([context > 0])
+        if signature.keep:
+            shape = inputs[signature.keep].shape or ()
+            feed[signature.keep] = np.zeros([1] * len(shape), np.int64)
+        feed |= {entry.past: array for entry, array in zip(signature.entries, past, strict=True)}
+        given_back = module(**feed)
+        logits = given_back[signature.logits]
+        last = mx.maximum(counts - 1, 0)[:, None, None]
+        logits = mx.take_along_axis(logits, mx.broadcast_to(last, (rows, 1, logits.shape[2])), axis=1)[:, 0]
+        news = [
+            fresh(given_back[entry.present].transpose(entry.order).reshape(rows * entry.heads, -1, entry.dim), entry)
+            for entry in signature.entries
+        ]
+        return logits, news
+
+    return step
+
+
+def _append(pools, lengths, counts, table, seq, context, entries):
+    """The past as a buffer with its free columns first, hidden by the mask; the new columns come back after it.
+
+    The last column of the buffer is the newest position: exporters measure a window as a distance between columns.
+    """
+    columns = lengths[:, None] - context + mx.arange(context, dtype=mx.int32)
+    index = CacheIndex.make(lengths[:, None] - 1, table).select(columns[:, None])
+    past = [_read(index, pool, entry, squeeze=True) for pool, entry in zip(pools, entries, strict=True)]
+    real = mx.arange(seq, dtype=mx.int32) < counts[:, None]
+    return past, mx.concatenate([columns >= 0, real], axis=1), lambda present, entry: present[:, context:]
+
+
+def _in_place(pools, lengths, counts, table, seq, context, entries):
+    """The past as a buffer into which the graph writes after as many rows as the mask counts, padding tokens included."""
+    index = CacheIndex.make(lengths[:, None] - 1, table)
+    past = [_read(index, pool, entry) for pool, entry in zip(pools, entries, strict=True)]
+    mask = mx.arange(context, dtype=mx.int32) < lengths[:, None] + seq
+
+    def fresh(present, entry):
+        places = lengths[:, None] + mx.arange(seq, dtype=mx.int32)
+        places = mx.repeat(places, entry.heads, axis=0)[:, :, None]
+        return mx.take_along_axis(present, mx.broadcast_to(places, (*places.shape[:2], entry.dim)), axis=1)
+
+    return past, mask, fresh
+
+
+def _grow(pools, lengths, counts, table, seq, context, entries):
+    """The past at its exact length, the same for all rows: the graph takes the positions from it."""
+    rows = table.shape[0]
+    if context:
+        index = CacheIndex.make(lengths[:, None] - 1, table)
+        past = [_read(index, pool, entry) for pool, entry in zip(pools, entries, strict=True)]
+    else:
+        past = [mx.zeros(entry.sizes(rows, 0), pool.dtype) for pool, entry in zip(pools, entries, strict=True)]
+    return past, mx.ones((rows, context + seq), mx.bool_), lambda present, entry: present[:, context:]
+
+
+def _read(index: CacheIndex, pool: mx.array, entry: Entry, squeeze: bool = False) -> mx.array:
+    """What the index reads of the pool, in the shape of the graph's past."""
+    seen = index.heads(entry.heads, pool.shape[0] // entry.heads).read(pool)
+    seen = seen[:, 0] if squeeze else seen
+    rows, length = seen.shape[0] // entry.heads, seen.shape[1]
+    order = entry.order
+    sizes = entry.sizes(rows, length)
+    return seen.reshape([sizes[axis] for axis in order]).transpose([order.index(axis) for axis in range(len(order))])
+
+
+def _write(entries: Sequence[Entry]) -> Callable[..., Any]:
+    def write(pools, news, places, table):
+        index = CacheIndex.make(places, table)
+        return [
+            index.heads(entry.heads, pool.shape[0] // entry.heads).store(new, pool)
+            for pool, new, entry in zip(pools, news, entries, strict=True)
+        ]
+
+    return write

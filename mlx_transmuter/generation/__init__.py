@@ -1,0 +1,61 @@
+"""Generation, token for token as transformers 4.57.6: settings, processors, sampling, beam search, batches,
+log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mlx_transmuter.generation.bits import from_bits, to_bits
+from mlx_transmuter.generation.context import Compiled, Context, compile, context
+from mlx_transmuter.generation.errors import GenerationError
+from mlx_transmuter.generation.loop import Step, run
+from mlx_transmuter.generation.rows import Result, Token
+from mlx_transmuter.generation.settings import SETTINGS, Settings, max_new_tokens
+from mlx_transmuter.signature import outputs
+
+__all__ = [
+    "SETTINGS",
+    "Compiled",
+    "Context",
+    "GenerationError",
+    "Result",
+    "Settings",
+    "Step",
+    "Token",
+    "compile",
+    "context",
+    "from_bits",
+    "generate",
+    "max_new_tokens",
+    "outputs",
+    "run",
+    "to_bits",
+]
+
+
+def generate(
+    gen: Compiled,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    inputs: Mapping[str, Any] | None = None,
+    on_token: Callable[[dict[str, Any]], Any] | None = None,
+) -> list[list[Token]]:
+    """The new tokens after each prompt, without the eos token; `run` also tells why each text ended.
+
+    prompts: batch_size lists of token ids; [] is a padding row. seeds: one int per prompt. inputs: the arrays that the
+    context names in `given`, with one row per prompt; `position_ids`, per prompt a list of its positions on each axis,
+    [] for the default; `encoder_input_ids`, per prompt the encoder's tokens, which the encoder_ settings read.
+
+    on_token gets a dict after each step of a group: `token` int32, -1 where a text has no new one, `finished` bool and,
+    with token_logprobs, `logprob` float32, each with one entry per text. Raises GenerationError for wrong prompts,
+    seeds or inputs.
+    """
+    steps = run(gen, prompts, seeds, inputs)
+    while True:
+        try:
+            step = next(steps)
+        except StopIteration as end:
+            return [result.tokens for result in end.value]
+        if on_token is not None:
+            on_token({name: value for name, value in step._asdict().items() if value is not None})

@@ -1,0 +1,124 @@
+"""The context of generation: a model with its settings, and its form compiled for batches of one size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_transmuter.generation.errors import GenerationError
+from mlx_transmuter.generation.processors import Custom
+from mlx_transmuter.generation.selection import Selection
+from mlx_transmuter.generation.settings import Settings, max_new_tokens, settings
+
+
+@dataclass(frozen=True)
+class Context:
+    """A model and what was asked of its generation; `compile` makes it run."""
+
+    model: Any
+    settings: Settings
+    given: tuple[str, ...]
+    processors: tuple[Custom, ...]
+    token_logprobs: bool
+    prefill_step_size: int | None
+    generation_config: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+    @property
+    def encoder_decoder(self) -> bool:
+        """Whether the prompt of the decoder is not the text itself."""
+        return bool(self.model.config.get("is_encoder_decoder"))
+
+    def new_tokens(self, prompt_length: int) -> int:
+        """The most new tokens of a prompt of that length. Raises GenerationError where max_length leaves none."""
+        count = max_new_tokens(self.generation_config, self.options, prompt_length)
+        if count < 1:
+            raise GenerationError(
+                "setting max_length",
+                f"{prompt_length + count} for a prompt of {prompt_length} tokens",
+                "more than the prompt",
+            )
+        return count
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A context for batches of `batch_size` prompts. Prompt i has the rows i × width to i × width + width - 1 of the
+    decoder."""
+
+    context: Context
+    batch_size: int
+    decoder: Any
+    selection: Selection
+
+
+def context(
+    model: Any,
+    *,
+    given: Sequence[str] = (),
+    embed: Any = None,
+    image_token: int | None = None,
+    processors: Sequence[Custom] = (),
+    token_logprobs: bool = False,
+    num_beams: int | None = None,
+    max_new_tokens: int | None = None,
+    prefill_step_size: int | None = None,
+    **options: Any,
+) -> Context:
+    """The context of generation for model, with the settings of its generation_config.json and, before them, of
+    options.
+
+    given: the names of the decoder's other inputs, which `generate` gets. processors: pairs (state, process) of a task;
+    they come after the processors of the settings and before those of sampling. `state` takes a dict of one row, with
+    `prompt`, `generated` (the last token first) and `vocab`, and returns an array of the same shape at each step;
+    `process` takes the logits [vocab] of the row and that array and returns logits. num_beams, max_new_tokens and
+    options are names of generation_config.json (`SETTINGS`). prefill_step_size: the most tokens of a prompt that one
+    step takes.
+
+    Raises GenerationError for an unknown name, a value out of range, or a setting that is not supported.
+    """
+    if embed is not None or image_token is not None:
+        raise GenerationError(
+            "context", "a model of embeddings", "a decoder of token ids", "leave out embed and image_token"
+        )
+    if prefill_step_size is not None and prefill_step_size < 1:
+        raise GenerationError("prefill_step_size", str(prefill_step_size), "at least 1")
+    named = {"num_beams": num_beams, "max_new_tokens": max_new_tokens}
+    options |= {name: value for name, value in named.items() if value is not None}
+    config = dict(model.generation_config or {})
+    pairs = tuple((state, process) for state, process in processors)
+    return Context(
+        model, settings(config, options), tuple(given), pairs, token_logprobs, prefill_step_size, config, dict(options)
+    )
+
+
+def compile(ctx: Context, batch_size: int, *, decoder: Any = None) -> Compiled:
+    """ctx for batches of batch_size prompts, with the decoder's step functions and the choice of tokens compiled at
+    first use.
+
+    decoder: one that was made for batch_size × width rows of the same model, where the caller has it. Call this in the
+    thread that generates: what MLX compiles belongs to a thread. Raises GenerationError for settings with ids outside
+    the vocabulary.
+    """
+    if batch_size < 1:
+        raise GenerationError("batch_size", str(batch_size), "at least 1")
+    if decoder is None:
+        decoder = make_decoder(ctx, batch_size * ctx.settings.width)
+    selection = Selection(ctx.settings, decoder.vocab, ctx.processors, ctx.token_logprobs)
+    return Compiled(ctx, batch_size, decoder, selection)
+
+
+def make_decoder(ctx: Context, rows: int) -> Any:
+    """The decoder of the context's model for that many rows."""
+    from mlx_transmuter.decoder import Decoder
+
+    positions = ctx.model.config.get("max_position_embeddings") or ctx.model.config.get("n_positions")
+    return Decoder(ctx.model.decoder, rows, max_positions=positions)
+
+
+def expanded(inputs: Mapping[str, mx.array], width: int) -> dict[str, mx.array]:
+    """Inputs of one row per prompt, with width rows per prompt."""
+    return {name: array if width == 1 else mx.repeat(array, width, axis=0) for name, array in inputs.items()}

@@ -1,0 +1,117 @@
+"""The rows of a batch on the host: their prompts in parts, their positions, their tokens and why they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from mlx_transmuter.generation.errors import GenerationError
+
+# Why a text ends. "cancelled" is for a run that its caller gave up.
+STOP, LENGTH, CANCELLED = "stop", "length", "cancelled"
+
+
+class Token(NamedTuple):
+    """A new token, and its log-probability where asked for."""
+
+    id: int
+    logprob: float | None = None
+
+
+@dataclass
+class Result:
+    """A text: its tokens without the eos, why it ended, and under beam search its score."""
+
+    tokens: list[Token]
+    finish_reason: str
+    score: float | None = None
+
+
+@dataclass
+class Row:
+    """A row that gets one token per step. `limit`: its most new tokens."""
+
+    prompt: list[int]
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def accept(
+        self, token: int, logprob: float | None, eos: Sequence[int], stop: Callable[[list[int]], bool] | None
+    ) -> bool:
+        """Takes the token of a step. False when it is an eos, which is no token of the text."""
+        if token in eos:
+            self.finish_reason = STOP
+            return False
+        self.tokens.append(token)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        if stop is not None and stop(self.tokens):
+            self.finish_reason = STOP
+        elif len(self.tokens) == self.limit:
+            self.finish_reason = LENGTH
+        return True
+
+    def result(self) -> Result:
+        """The text so far."""
+        return Result(listed(self.tokens, self.logprobs), self.finish_reason or CANCELLED)
+
+
+def listed(tokens: Sequence[int], logprobs: Sequence[float]) -> list[Token]:
+    """Tokens with their log-probabilities, where there are any."""
+    return [Token(token, logprob) for token, logprob in zip(tokens, logprobs or [None] * len(tokens))]
+
+
+def prompt_parts(length: int, most: int | None = None) -> list[int]:
+    """The steps of a prompt of length tokens: powers of two, the largest first, none above most (45: 32, 8, 4, 1)."""
+    parts: list[int] = []
+    while length:
+        part = 1 << (min(length, most or length).bit_length() - 1)
+        parts.append(part)
+        length -= part
+    return parts
+
+
+class Positions:
+    """The positions that a task gives for its prompts, and those of the tokens after them.
+
+    A prompt's positions are one list per axis, one int per token; [] gives the default. The token at index i after the
+    prompt has the position i + delta on all axes, where delta is the largest position of the prompt, plus 1, minus its
+    length.
+    """
+
+    def __init__(self, given: Sequence[Sequence[Sequence[int]]], prompts: Sequence[list[int]]):
+        """Raises GenerationError where given does not fit prompts, or two prompts have different axes."""
+        self.axes = max(1, *(len(axes) for axes in given)) if given else 1
+        self.rows: list[np.ndarray] = []
+        if len(given) != len(prompts):
+            raise GenerationError(
+                "input position_ids", f"{len(given)} lists", f"one for each of {len(prompts)} prompts"
+            )
+        for place, (axes, prompt) in enumerate(zip(given, prompts)):
+            if not axes:
+                axes = [range(len(prompt))] * self.axes
+            if len(axes) != self.axes or any(len(axis) != len(prompt) for axis in axes):
+                raise GenerationError(
+                    f"input position_ids of prompt {place}",
+                    f"axes of {', '.join(str(len(axis)) for axis in axes)} positions",
+                    f"{self.axes} of {len(prompt)}, one position per token",
+                )
+            self.rows.append(np.array([list(axis) for axis in axes], np.int32).reshape(self.axes, len(prompt)))
+
+    def at(self, starts: Sequence[int], length: int, width: int) -> np.ndarray:
+        """int32 [rows, length], or [axes, rows, length] for several axes: row r, of prompt r // width, from its index
+        starts[r]."""
+        found = np.zeros((self.axes, len(starts), length), np.int32)
+        for row, start in enumerate(starts):
+            prompt = self.rows[row // width]
+            size = prompt.shape[1]
+            after = np.arange(start, start + length, dtype=np.int32) + (prompt.max(initial=-1) + 1 - size)
+            found[:, row] = after
+            known = prompt[:, start : start + length]
+            found[:, row, : known.shape[1]] = known
+        return found[0] if self.axes == 1 else found

@@ -1,0 +1,131 @@
+"""The compiled choice of a step: from logits and the state of the rows to one int32 array and the next state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_transmuter.generation.bits import QUIET_NAN
+from mlx_transmuter.generation.processors import Custom, custom_name, processors
+from mlx_transmuter.generation.settings import Settings
+from mlx_transmuter.generation.state import FIXED, State, first_state, inherited, moved
+from mlx_transmuter.generation.warpers import LOWEST, log_softmax
+
+# The scores of a beam that only pads its prompt's rows at the start, as in `_beam_search`.
+NO_BEAM = -1e9
+
+
+class Selection:
+    """The choice of tokens under one set of settings, for any number of rows.
+
+    `tokens` chooses one token per row; `candidates` the best continuations of each prompt's beams. Both are compiled
+    once per shape. `reads` names the arrays of the state in use, `host` those that the host gives before each token:
+    without any, a step needs nothing of the token before it but the token itself.
+    """
+
+    def __init__(self, settings: Settings, vocab: int, custom: Sequence[Custom] = (), logprobs: bool = False):
+        """Raises GenerationError for settings whose ids are outside the vocabulary."""
+        self.settings, self.vocab, self.logprobs = settings, vocab, logprobs
+        self.processors = processors(settings, vocab, custom)
+        given = {"banned", *(custom_name(index) for index in range(len(custom)))}
+        self.reads = {name for processor in self.processors for name in processor.reads}
+        self.host = self.reads & given
+        if settings.do_sample:
+            self.reads.add("keys")
+        self.count = min(settings.candidates * settings.num_beams, settings.num_beams * vocab)
+        self._tokens = mx.compile(self._choose)
+        self._candidates = mx.compile(self._rank)
+        self._follow = mx.compile(lambda state, parents, tokens: moved(inherited(state, parents), tokens))
+
+    def begin(
+        self,
+        rows: Sequence[Sequence[int]],
+        sources: Sequence[Sequence[int]],
+        ends: Sequence[int],
+        keys: Sequence[mx.array],
+    ) -> tuple[State, State]:
+        """The state of rows of prompt tokens, and what of it stays fixed. keys: per row, or per prompt under beam
+        search."""
+        pairs = [*self.settings.sequence_bias, *((word, 0.0) for word in self.settings.bad_words_ids)]
+        recent = max((len(tokens) - 1 for tokens, _ in pairs), default=0)
+        state = first_state(self.reads, rows, sources, ends, keys, self.vocab, recent)
+        return {k: v for k, v in state.items() if k not in FIXED}, {k: v for k, v in state.items() if k in FIXED}
+
+    def tokens(self, logits: mx.array, state: State, fixed: State) -> tuple[mx.array, State]:
+        """The token of each row: int32 [rows, 1], or [rows, 2] with the bits of its log-probability; and the state
+        after it.
+
+        logits [rows, vocab] of any float type; fixed holds the fixed arrays and those that the host gives for this
+        token.
+        """
+        return self._tokens(logits, state, fixed)
+
+    def candidates(self, logits: mx.array, state: State, fixed: State, scores: mx.array) -> tuple[mx.array, State]:
+        """The best continuations of each prompt, for beam scores float32 [rows].
+
+        int32 [prompts, n × count]: the indices beam × vocab + token, the bits of their scores, and where asked those of
+        their log-probabilities. Best first when sampled; else in no order, which `Beams` gives them.
+        """
+        return self._candidates(logits, state, fixed, scores)
+
+    def follow(self, state: State, parents: mx.array, tokens: mx.array) -> State:
+        """The state in which each row continues row parents[r] with tokens[r]; both int32 [rows]."""
+        return self._follow(state, parents, tokens)
+
+    def _processed(self, scores: mx.array, state: State, fixed: State) -> mx.array:
+        everything = state | fixed
+        for processor in self.processors:
+            scores = processor.process(scores, everything)
+        return scores
+
+    def _choose(self, logits: mx.array, state: State, fixed: State) -> tuple[mx.array, State]:
+        scores = self._processed(logits.astype(mx.float32), state, fixed)
+        drawn = scores
+        if "keys" in state:
+            noise, state = _noise(state, scores.shape[-1])
+            drawn = scores + noise
+        chosen = mx.argmax(drawn, axis=-1, keepdims=True).astype(mx.int32)
+        columns = [chosen]
+        if self.logprobs:
+            columns.append(_bits(mx.take_along_axis(log_softmax(scores), chosen, axis=-1)))
+        return mx.concatenate(columns, axis=-1), moved(state, chosen[:, 0])
+
+    def _rank(self, logits: mx.array, state: State, fixed: State, scores: mx.array) -> tuple[mx.array, State]:
+        processed = self._processed(log_softmax(logits.astype(mx.float32)), state, fixed)
+        total = mx.maximum(mx.maximum(processed, LOWEST) + scores[:, None], LOWEST)
+        total = total.reshape(-1, self.settings.num_beams * self.vocab)
+        drawn = total
+        if "keys" in state:
+            noise, state = _noise(state, total.shape[-1])
+            drawn = total + noise
+        best = mx.argpartition(-drawn, self.count - 1, axis=-1)[:, : self.count]
+        if "keys" in state:
+            best = mx.take_along_axis(best, mx.argsort(-mx.take_along_axis(drawn, best, axis=-1), axis=-1), axis=-1)
+        columns = [best.astype(mx.int32), _bits(mx.take_along_axis(total, best, axis=-1))]
+        if self.logprobs:
+            columns.append(_bits(mx.take_along_axis(log_softmax(processed).reshape(total.shape), best, axis=-1)))
+        return mx.concatenate(columns, axis=-1), state
+
+
+def row_keys(seeds: Sequence[int], count: int) -> list[mx.array]:
+    """count keys for each seed; a seed is any int, of which the low 64 bits count."""
+    keys = [mx.random.key(seed % 2**64) for seed in seeds]
+    return [part for key in keys for part in (mx.random.split(key, count) if count > 1 else [key])]
+
+
+def _noise(state: State, size: int) -> tuple[mx.array, State]:
+    """Gumbel noise [keys, size], and the state with the next keys.
+
+    The largest of scores + noise is a draw from their softmax, the n largest n draws without replacement (Gumbel 1954;
+    Kool et al. 2019). Each row draws from its own key, so its tokens do not depend on the batch.
+    """
+    keys = mx.vmap(mx.random.split)(state["keys"])
+    noise = mx.vmap(lambda key: mx.random.gumbel((size,), key=key))(keys[:, 1])
+    return noise, {**state, "keys": keys[:, 0]}
+
+
+def _bits(values: mx.array) -> mx.array:
+    """int32: the bits of float32 values."""
+    return mx.where(mx.isnan(values), np.int32(QUIET_NAN), values.view(mx.int32))

@@ -1,0 +1,278 @@
+"""The settings of generation: the names of generation_config.json, what each does here, and one validated object of
+them.
+
+`SETTINGS` is the whole table. The defaults, the meaning of null and the ranges are those of `GenerationConfig` and of
+the logits processors of transformers 4.57.6.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from mlx_transmuter.generation import checks
+from mlx_transmuter.generation.errors import GenerationError
+
+Check = Callable[[Any], Any]
+
+DEFAULT_MAX_LENGTH = 20
+DEFAULT_NEW_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One name of generation_config.json.
+
+    `status`: supported; neutral, which changes no token and takes any value; refused, which would change the tokens and
+    is an error unless its value is one of `harmless`. `note` says what the setting does, or what to do without it.
+    `check` turns a value into the one that Settings holds. `off` is the meaning of null, and `default` the value when
+    nobody gives one. `when_sampling`: transformers reads, and so checks, the value only under do_sample; else it is
+    off.
+    """
+
+    status: Literal["supported", "neutral", "refused"]
+    note: str
+    check: Check | None = None
+    off: Any = None
+    default: Any = None
+    when_sampling: bool = False
+    harmless: tuple[Any, ...] = (None,)
+
+
+_UNSET = object()
+
+
+def _supported(note: str, check: Check, off: Any = None, default: Any = _UNSET, when_sampling: bool = False) -> Setting:
+    return Setting("supported", note, check, off, off if default is _UNSET else default, when_sampling)
+
+
+def _neutral(note: str) -> Setting:
+    return Setting("neutral", note)
+
+
+def _refused(note: str, *harmless: Any) -> Setting:
+    return Setting("refused", note, harmless=(None, *harmless))
+
+
+_ALIKE = "a cache or compilation of Python transformers; the tokens are the same"
+_OUTPUT = "an output of Python transformers; the tokens are the same"
+_ASSISTED = "read only with an assistant model, which is refused by its own name"
+
+SETTINGS: dict[str, Setting] = {
+    # how many tokens
+    "max_new_tokens": _supported("most new tokens of a row", checks.integer(1)),
+    "max_length": _supported(
+        "most tokens of a row, its prompt counted; max_new_tokens goes before it", checks.integer(1)
+    ),
+    "min_length": _supported("no eos while prompt and new tokens are fewer", checks.integer(0), 0),
+    "min_new_tokens": _supported("no eos while the new tokens are fewer; replaces min_length", checks.integer(0)),
+    "stop_strings": _supported(
+        "ends a row whose text comes to hold one; needs a task with a tokenizer", checks.strings, ()
+    ),
+    "eos_token_id": _supported("one id or a list: each ends a row", checks.ids, ()),
+    # how a token is chosen
+    "do_sample": _supported("samples instead of taking the best token", checks.boolean, False),
+    "num_beams": _supported("beams of a prompt; above 1, beam search", checks.integer(1), 1),
+    "num_return_sequences": _supported("texts per prompt, by sampling or from the beams", checks.integer(1), 1),
+    "length_penalty": _supported("power of the length that divides a beam's score", checks.number(), 1.0),
+    "early_stopping": _supported("when a beam search ends: True, False or 'never'", checks.early_stopping, False),
+    # processors, in the order in which they apply
+    "sequence_bias": _supported("adds to the score of a token that completes a sequence", checks.sequence_bias, ()),
+    "encoder_repetition_penalty": _supported(
+        "rewards (above 1) the tokens of the encoder, or of the prompt of a decoder-only model",
+        checks.number(above=0),
+        1.0,
+    ),
+    "repetition_penalty": _supported(
+        "penalises (above 1) each token that a row already has", checks.number(above=0), 1.0
+    ),
+    "no_repeat_ngram_size": _supported("no n-gram of this size twice in a row", checks.integer(0), 0),
+    "encoder_no_repeat_ngram_size": _supported(
+        "no n-gram of this size of the encoder, or of the prompt", checks.integer(0), 0
+    ),
+    "bad_words_ids": _supported("token sequences that are never completed", checks.bad_words, ()),
+    "forced_bos_token_id": _supported("the token after a prompt of one token", checks.integer(0)),
+    "forced_eos_token_id": _supported("one id or a list: the last token before max_length", checks.ids, ()),
+    "remove_invalid_values": _supported("NaN becomes 0, infinite the largest finite value", checks.boolean, False),
+    "exponential_decay_length_penalty": _supported("(start, factor): raises the eos ever more", checks.decay),
+    "suppress_tokens": _supported("tokens that are never chosen", checks.any_ids, ()),
+    "begin_suppress_tokens": _supported("tokens that are not chosen first", checks.any_ids, ()),
+    "temperature": _supported("divides the scores", checks.number(above=0), 1.0, when_sampling=True),
+    "top_k": _supported(
+        "keeps the k best tokens and the ties of the last", checks.integer(0), 0, 50, when_sampling=True
+    ),
+    "top_p": _supported("keeps the fewest tokens whose mass reaches p", checks.number(0, 1), 1.0, when_sampling=True),
+    "min_p": _supported("keeps tokens of at least this part of the best one", checks.number(0, 1), when_sampling=True),
+    "typical_p": _supported(
+        "keeps the tokens nearest to the entropy", checks.number(above=0, high=1), 1.0, when_sampling=True
+    ),
+    "epsilon_cutoff": _supported(
+        "keeps tokens of at least this mass", checks.number(0, below=1), 0.0, when_sampling=True
+    ),
+    "eta_cutoff": _supported("epsilon_cutoff by the entropy", checks.number(0, below=1), 0.0, when_sampling=True),
+    "renormalize_logits": _supported("log-softmax after all processors", checks.boolean, False),
+    # special tokens that a task or the form of a result needs
+    "bos_token_id": _supported(
+        "begins the decoder of an encoder-decoder without decoder_start_token_id", checks.first_id
+    ),
+    "decoder_start_token_id": _supported("begins the decoder of an encoder-decoder", checks.first_id),
+    "pad_token_id": _neutral("rows come back without padding"),
+    # names that change no token
+    **dict.fromkeys(("use_cache", "cache_implementation", "cache_config", "return_legacy_cache"), _neutral(_ALIKE)),
+    **dict.fromkeys(("prefill_chunk_size", "compile_config", "disable_compile"), _neutral(_ALIKE)),
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "output_scores", "output_logits"), _neutral(_OUTPUT)),
+    "return_dict_in_generate": _neutral(_OUTPUT),
+    "transformers_version": _neutral("what wrote the file"),
+    **dict.fromkeys(("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule"), _neutral(_ASSISTED)),
+    **dict.fromkeys(("assistant_confidence_threshold", "max_matching_ngram_size"), _neutral(_ASSISTED)),
+    **dict.fromkeys(("assistant_lookbehind", "target_lookbehind"), _neutral(_ASSISTED)),
+    # names that would change the tokens
+    "max_time": _refused("a limit in seconds gives other tokens on each machine: cancel the run instead"),
+    "num_beam_groups": _refused("diverse beam search left transformers in 4.57", 1),
+    "diversity_penalty": _refused("diverse beam search left transformers in 4.57", 0.0),
+    "penalty_alpha": _refused("contrastive search left transformers in 4.57", 0.0),
+    "dola_layers": _refused("DoLa left transformers in 4.57"),
+    "constraints": _refused("constrained beam search left transformers in 4.57"),
+    "force_words_ids": _refused("constrained beam search left transformers in 4.57"),
+    "low_memory": _refused("transformers 4.57 refuses it too", False),
+    "guidance_scale": _refused("classifier-free guidance runs a second prompt", 1.0),
+    "watermarking_config": _refused("give the watermark as one of `processors`"),
+    "token_healing": _refused("heal the prompt before it is given", False),
+    "prompt_lookup_num_tokens": _refused("assisted generation is no setting here"),
+    "assistant_early_exit": _refused("assisted generation is no setting here"),
+    "assistant_model": _refused("assisted generation is no setting here"),
+    "prefix_allowed_tokens_fn": _refused("give the constraint as one of `processors`"),
+    "logits_processor": _refused("give them as `processors`"),
+    "stopping_criteria": _refused("give `stop` to generation.run"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The supported settings of one context, validated. Ids are tuples; what is off has the `off` of its `Setting`."""
+
+    max_new_tokens: int | None
+    max_length: int | None
+    min_length: int
+    min_new_tokens: int | None
+    stop_strings: tuple[str, ...]
+    eos_token_id: tuple[int, ...]
+    do_sample: bool
+    num_beams: int
+    num_return_sequences: int
+    length_penalty: float
+    early_stopping: bool | str
+    sequence_bias: tuple[tuple[tuple[int, ...], float], ...]
+    encoder_repetition_penalty: float
+    repetition_penalty: float
+    no_repeat_ngram_size: int
+    encoder_no_repeat_ngram_size: int
+    bad_words_ids: tuple[tuple[int, ...], ...]
+    forced_bos_token_id: int | None
+    forced_eos_token_id: tuple[int, ...]
+    remove_invalid_values: bool
+    exponential_decay_length_penalty: tuple[int, float] | None
+    suppress_tokens: tuple[int, ...]
+    begin_suppress_tokens: tuple[int, ...]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float | None
+    typical_p: float
+    epsilon_cutoff: float
+    eta_cutoff: float
+    renormalize_logits: bool
+    bos_token_id: int | None
+    decoder_start_token_id: int | None
+
+    @property
+    def width(self) -> int:
+        """Rows that a prompt takes: its beams, or the texts sampled for it."""
+        return max(self.num_beams, self.num_return_sequences)
+
+    @property
+    def candidates(self) -> int:
+        """Candidates per beam that a step of beam search keeps, as `_beam_search` does."""
+        return max(2, 1 + len(self.eos_token_id))
+
+    @property
+    def least_kept(self) -> int:
+        """Tokens that no sampling setting removes (min_tokens_to_keep): beams need one that does not end."""
+        return 1 if self.num_beams == 1 else max(2, 1 + len(self.eos_token_id))
+
+
+def settings(generation_config: Mapping[str, Any], options: Mapping[str, Any]) -> Settings:
+    """The settings of options, else of generation_config, else the defaults of transformers.
+
+    A None in options, or a null in generation_config, switches a setting off. Names of generation_config that nothing
+    knows are left alone, as in transformers; of options they are an error that lists the near ones. Raises
+    GenerationError for them, for a value out of range, and for a setting that would change the tokens and is not
+    supported.
+    """
+    for name in options:
+        if name not in SETTINGS and not name.startswith("_"):
+            near = difflib.get_close_matches(name, SETTINGS, n=4, cutoff=0.5)
+            raise GenerationError(f"setting {name}", "no setting of that name", f"one of {', '.join(near or SETTINGS)}")
+    given = {**generation_config, **options}
+    for name, value in given.items():
+        setting = SETTINGS.get(name)
+        if setting and setting.status == "refused" and value not in setting.harmless:
+            harmless = " or ".join(repr(value) for value in setting.harmless)
+            raise GenerationError(f"setting {name}", repr(value), f"{harmless}, for it is not supported", setting.note)
+    sampling = _value("do_sample", given, sampling=False)
+    chosen = Settings(**{field.name: _value(field.name, given, sampling) for field in fields(Settings)})
+    _check_together(chosen)
+    return chosen
+
+
+def _value(name: str, given: Mapping[str, Any], sampling: bool) -> Any:
+    setting = SETTINGS[name]
+    value = given.get(name, setting.default)
+    if value is None or (setting.when_sampling and not sampling):
+        return setting.off
+    if setting.check is None or name not in given:
+        return value
+    try:
+        return setting.check(value)
+    except checks.Wrong as wrong:
+        raise GenerationError(f"setting {name}", repr(value), wrong.expected) from None
+
+
+def _check_together(chosen: Settings) -> None:
+    if chosen.num_return_sequences > 1 and chosen.num_beams == 1 and not chosen.do_sample:
+        raise GenerationError(
+            "setting num_return_sequences",
+            f"{chosen.num_return_sequences} greedy texts",
+            "1",
+            "set do_sample or num_beams",
+        )
+    if 1 < chosen.num_beams < chosen.num_return_sequences:
+        raise GenerationError(
+            "setting num_return_sequences", f"{chosen.num_return_sequences}", f"at most num_beams, {chosen.num_beams}"
+        )
+    if chosen.bad_words_ids and all(len(word) == 1 and word[0] in chosen.eos_token_id for word in chosen.bad_words_ids):
+        raise GenerationError(
+            "setting bad_words_ids", "only eos tokens, which are never bad", "another token", "leave it out"
+        )
+    if chosen.exponential_decay_length_penalty and not chosen.eos_token_id:
+        raise GenerationError(
+            "setting exponential_decay_length_penalty", "no eos_token_id", "an eos token that it can raise"
+        )
+
+
+def max_new_tokens(generation_config: Mapping[str, Any], options: Mapping[str, Any], prompt_length: int) -> int:
+    """The most new tokens of a row whose prompt has prompt_length tokens, by the rule of the pipelines of transformers
+    4.
+
+    max_new_tokens of options, else of generation_config; else max_length minus the prompt, or 256 where max_length is
+    not set or is 20, the default of GenerationConfig. A max_length in options counts whatever it is.
+    """
+    for given in (options, generation_config):
+        if given.get("max_new_tokens") is not None:
+            return given["max_new_tokens"]
+    if options.get("max_length") is not None:
+        return options["max_length"] - prompt_length
+    length = generation_config.get("max_length")
+    return DEFAULT_NEW_TOKENS if length is None or length == DEFAULT_MAX_LENGTH else length - prompt_length

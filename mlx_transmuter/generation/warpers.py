@@ -1,0 +1,108 @@
+"""The sampling settings of transformers 4.57.6 (its logits warpers), as functions of scores float32 [rows, vocab].
+
+Each works on a fresh softmax of the scores that the one before it left. `keep` is min_tokens_to_keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_transmuter.generation.settings import Settings
+
+Warper = Callable[[mx.array], mx.array]
+
+REMOVED = -mx.inf
+LOWEST = float(np.finfo(np.float32).min)
+
+
+def warpers(settings: Settings) -> list[tuple[str, Warper]]:
+    """(setting, function) for each sampling setting that is on, in the order of `_get_logits_processor`."""
+    keep = settings.least_kept
+    steps: list[tuple[str, bool, Warper]] = [
+        ("temperature", settings.temperature != 1.0, lambda scores: scores / settings.temperature),
+        ("top_k", settings.top_k > 0, lambda scores: top_k(scores, max(settings.top_k, keep))),
+        ("top_p", settings.top_p < 1.0, lambda scores: top_p(scores, settings.top_p, keep)),
+        ("min_p", settings.min_p is not None, lambda scores: min_p(scores, settings.min_p or 0.0, keep)),
+        ("typical_p", settings.typical_p < 1.0, lambda scores: typical_p(scores, settings.typical_p, keep)),
+        (
+            "epsilon_cutoff",
+            settings.epsilon_cutoff > 0,
+            lambda scores: epsilon_cutoff(scores, settings.epsilon_cutoff, keep),
+        ),
+        ("eta_cutoff", settings.eta_cutoff > 0, lambda scores: eta_cutoff(scores, settings.eta_cutoff, keep)),
+    ]
+    return [(name, warper) for name, on, warper in steps if on]
+
+
+def top_k(scores: mx.array, k: int) -> mx.array:
+    """Keeps the scores that are not below the k-th best, so all its ties. TopKLogitsWarper."""
+    return mx.where(scores < _kth(scores, k), REMOVED, scores)
+
+
+def top_p(scores: mx.array, p: float, keep: int = 1) -> mx.array:
+    """Removes, from the worst up, the tokens whose masses add up to at most 1 - p. TopPLogitsWarper."""
+    order = mx.argsort(scores, axis=-1)
+    ascending = mx.take_along_axis(scores, order, axis=-1)
+    mass = mx.cumsum(mx.softmax(ascending, axis=-1, precise=True), axis=-1)
+    return _scattered(scores, order, (mass <= 1 - p) & (mx.arange(scores.shape[-1]) < scores.shape[-1] - keep))
+
+
+def min_p(scores: mx.array, p: float, keep: int = 1) -> mx.array:
+    """Removes the tokens of less than p times the mass of the best. MinPLogitsWarper."""
+    masses = mx.softmax(scores, axis=-1, precise=True)
+    low = masses < p * mx.max(masses, axis=-1, keepdims=True)
+    return mx.where(low & ~_best(scores, keep), REMOVED, scores)
+
+
+def typical_p(scores: mx.array, p: float, keep: int = 1) -> mx.array:
+    """Keeps the tokens whose surprise is nearest to the entropy, up to the mass p. TypicalLogitsWarper."""
+    logs = log_softmax(scores)
+    masses = mx.exp(logs)
+    entropy = -mx.sum(mx.where(masses > 0, logs * masses, 0), axis=-1, keepdims=True)
+    distance = mx.abs(-logs - entropy)
+    order = mx.argsort(distance, axis=-1)
+    mass = mx.cumsum(mx.softmax(mx.take_along_axis(scores, order, axis=-1), axis=-1, precise=True), axis=-1)
+    last = mx.minimum(mx.sum(mass < p, axis=-1, keepdims=True), scores.shape[-1] - 1)
+    ascending = mx.take_along_axis(distance, order, axis=-1)
+    far = ascending > mx.take_along_axis(ascending, last, axis=-1)
+    return _scattered(scores, order, far & (mx.arange(scores.shape[-1]) >= keep))
+
+
+def epsilon_cutoff(scores: mx.array, epsilon: float, keep: int = 1) -> mx.array:
+    """Removes the tokens of a mass below epsilon. EpsilonLogitsWarper."""
+    low = mx.softmax(scores, axis=-1, precise=True) < epsilon
+    return mx.where(low & (scores < _kth(scores, keep)), REMOVED, scores)
+
+
+def eta_cutoff(scores: mx.array, epsilon: float, keep: int = 1) -> mx.array:
+    """Removes the tokens of a mass below min(epsilon, √epsilon · exp(-entropy)). EtaLogitsWarper."""
+    masses = mx.softmax(scores, axis=-1, precise=True)
+    entropy = -mx.sum(mx.maximum(log_softmax(scores), LOWEST) * masses, axis=-1, keepdims=True)
+    eta = mx.minimum(epsilon, float(np.sqrt(np.float32(epsilon))) * mx.exp(-entropy))
+    return mx.where((masses < eta) & (scores < _kth(scores, keep)), REMOVED, scores)
+
+
+def log_softmax(scores: mx.array) -> mx.array:
+    """scores minus the log of the sum of their exponentials, over the last axis."""
+    return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+
+
+def _kth(scores: mx.array, k: int) -> mx.array:
+    """[rows, 1]: the k-th best score."""
+    return mx.min(mx.topk(scores, min(k, scores.shape[-1]), axis=-1), axis=-1, keepdims=True)
+
+
+def _best(scores: mx.array, count: int) -> mx.array:
+    """bool like scores: exactly count tokens of the best scores."""
+    count = min(count, scores.shape[-1])
+    places = mx.argpartition(-scores, count - 1, axis=-1)[..., :count]
+    return mx.put_along_axis(mx.zeros(scores.shape, dtype=mx.bool_), places, mx.array(True), axis=-1)
+
+
+def _scattered(scores: mx.array, order: mx.array, removed: mx.array) -> mx.array:
+    """scores without the tokens that removed marks, in the order of order."""
+    marks = mx.put_along_axis(mx.zeros(scores.shape, dtype=mx.bool_), order, removed, axis=-1)
+    return mx.where(marks, REMOVED, scores)

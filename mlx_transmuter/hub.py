@@ -1,0 +1,463 @@
+"""From a name to a model: repositories, local folders, the choice of a file, and the cache of converted folders."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import errno
+import glob
+import hashlib
+import json
+import mmap
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from mlx_transmuter.program import VERSION
+
+if TYPE_CHECKING:
+    from mlx_transmuter.model import Model
+
+# The suffixes of transformers.js, most precise first and, among equals, in the order of its own table. The first of
+# these that a source has is taken where neither file nor dtype is given: each later one has lost something.
+SUFFIXES = {
+    "fp32": "",
+    "fp16": "_fp16",
+    "q8": "_quantized",
+    "int8": "_int8",
+    "uint8": "_uint8",
+    "q4": "_q4",
+    "q4f16": "_q4f16",
+    "bnb4": "_bnb4",
+}
+DTYPES = tuple(SUFFIXES)
+
+# Names of a decoder's file, best first: a merged one runs prompts and single tokens, one without a past has no cache.
+DECODERS = ("decoder_model_merged", "model_merged", "model", "decoder_with_past_model", "decoder_model")
+NOT_DECODERS = ("encoder", "vision", "audio", "speech", "embed", "prepare_inputs_embeds")
+
+# What a conversion may read beside the ONNX file and its external data. Nothing else is ever downloaded.
+COMPANIONS = frozenset(
+    "config.json generation_config.json genai_config.json tokenizer.json tokenizer_config.json special_tokens_map.json "
+    "added_tokens.json vocab.json vocab.txt merges.txt tokenizer.model spiece.model sentencepiece.bpe.model "
+    "chat_template.jinja chat_template.json preprocessor_config.json processor_config.json "
+    "video_preprocessor_config.json".split()
+)
+NEVER = (".py", ".bin", ".pt", ".pth", ".pkl")
+
+
+class HubError(ValueError):
+    """A source that gives no model: `source`, what was `found`, what was `expected`, what to `do`."""
+
+    def __init__(self, source: object, found: str, expected: str = "", do: str = ""):
+        self.source, self.found, self.expected, self.do = str(source), found, expected, do
+        text = f"{source}: {found}"
+        text += f"; expected {expected}" if expected else ""
+        super().__init__(text + (f". {do}" if do else ""))
+
+
+def convert(
+    source: str | Path,
+    out: str | Path,
+    *,
+    file: str | None = None,
+    dtype: str | None = None,
+    revision: str | None = None,
+    progress: bool = True,
+) -> Path:
+    """Converts the decoder of a source into the folder `out`, and returns that folder.
+
+    `source`: a repository id of the Hugging Face hub, a folder with ONNX files at its root or under onnx/, or one ONNX
+    file. `file` names one ONNX file inside it; `dtype` picks one by its suffix as transformers.js does: fp32 (none),
+    fp16, q8 (_quantized), int8, uint8, q4, q4f16, bnb4. With neither, the most precise one there is, said in one line.
+    `revision`: a branch, tag or commit; one that was downloaded before is used as it is, without asking the hub.
+
+    `out` must be new, empty, or an earlier conversion, which is replaced only when the new one is whole. Raises HubError
+    where the source or `out` is not what it should be, and the converter's ConvertError where the file cannot be
+    converted; either way `out` is left as it was.
+    """
+    out = Path(out).expanduser()
+    found, file = _find(source, file, revision)
+    if "program.json" in found.names:
+        raise HubError(source, "already converted", "ONNX files", "Load it as it is.")
+    if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or (out / "program.json").is_file())):
+        raise HubError(
+            out, "exists and holds something else", "a new folder, or an earlier conversion", "Name another."
+        )
+    name = _choose(found, file, dtype, progress)
+    folder = _fetch_model(found, name, progress)
+    return _converter()(folder, name, out, progress=progress, base_model=found.repo)
+
+
+def load(
+    source: str | Path, *, file: str | None = None, dtype: str | None = None, revision: str | None = None
+) -> Model:
+    """The model of a converted folder, or of any source of `convert`, with the same choice of a file.
+
+    An unconverted source is converted once into the user's cache, which is said in one line: the folder that
+    MLX_TRANSMUTER_CACHE names, else ~/.cache/mlx_transmuter. It is converted again when the source changes. Removing the
+    folder, or one in it, clears it. Raises HubError, the converter's ConvertError, and load_folder's errors.
+    """
+    from mlx_transmuter.model import load_folder
+
+    found, file = _find(source, file, revision)
+    if "program.json" in found.names:
+        if file or dtype:
+            raise HubError(source, "already converted", "neither file nor dtype", "Convert the one you want.")
+        return load_folder(_fetch(found, [name for name in found.names if _of_conversion(name)]))
+    name = _choose(found, file, dtype)
+    folder = _cached(found, name)
+    if not (folder / "program.json").is_file():
+        origin = _fetch_model(found, name)
+        with _temporary(folder) as temporary:
+            whole = _converter()(origin, name, temporary / "model", base_model=found.repo)
+            try:
+                os.rename(whole, folder)
+            except OSError:  # another process may have been first: its folder holds the same
+                if not (folder / "program.json").is_file():
+                    raise
+        _note(f"converted {found.label} ({name}) once into {folder}; remove that folder to clear it")
+    return load_folder(folder)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of one model: `names` are all of them (paths with /), `folder` is where those that are here lie.
+
+    `repo`, `revision` and `commit` are None for a local folder; `folder` is None for a repository not downloaded yet.
+    """
+
+    label: str
+    names: tuple[str, ...]
+    folder: Path | None
+    repo: str | None = None
+    revision: str | None = None
+    commit: str | None = None
+
+
+def _find(source: str | Path, file: str | None, revision: str | None) -> tuple[Source, str | None]:
+    """The source by its name, and the file where the source itself names one."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix != ".onnx" or file:
+            raise HubError(source, "a file", "an ONNX file, a folder or a repository")
+        path, file = path.parent, path.name
+    if path.is_dir():
+        if revision is not None:
+            raise HubError(source, f"revision {revision!r} of a local folder", "none")
+        return Source(str(source), _local_names(path, file), path), file
+    text = str(source)
+    if isinstance(source, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1 or "\\" in text:
+        raise HubError(source, "no such folder", "a folder with ONNX files, or a repository id")
+    if revision is not None and not _inside(revision):
+        raise HubError(source, f"revision {revision!r}", "a branch, tag or commit")
+    return _repository(text, revision or "main"), file
+
+
+def _local_names(folder: Path, file: str | None) -> tuple[str, ...]:
+    """The files at the folder's root, under onnx/ and beside `file`."""
+    beside = PurePosixPath(file).parent if file and _inside(file) else PurePosixPath("onnx")
+    names = {entry.name: entry for entry in folder.iterdir()}
+    for sub in {PurePosixPath("onnx"), beside}:
+        if (folder / sub).is_dir():
+            names.update({str(sub / entry.name): entry for entry in (folder / sub).iterdir()})
+    return tuple(sorted(name for name, entry in names.items() if entry.is_file()))
+
+
+def _repository(repo: str, revision: str) -> Source:
+    """The files of a repository's revision: from what was downloaded before, else by one question to the hub."""
+    import huggingface_hub as hub
+    from huggingface_hub import constants, errors
+
+    try:
+        here = Path(hub.snapshot_download(repo, revision=revision, local_files_only=True))
+    except errors.HFValidationError:
+        raise HubError(repo, "no such folder, and no repository id", "user/name or a folder with ONNX files") from None
+    except (errors.LocalEntryNotFoundError, OSError):
+        here = None
+    listing = None if here is None else _read_listing(_listing(repo, here.name))
+    if here is not None and listing is not None:
+        return Source(repo, listing, here, repo, revision, here.name)
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
+        info = hub.HfApi().model_info(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except Exception as error:
+        unreachable = not isinstance(error, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError))
+        if here is None or not unreachable:
+            raise _explained(repo, revision, error) from error
+        names = tuple(str(PurePosixPath(entry.relative_to(here))) for entry in here.rglob("*") if entry.is_file())
+        return Source(repo, names, here, repo, revision, here.name)
+    names = tuple(entry.rfilename for entry in info.siblings or () if _inside(entry.rfilename))
+    commit = info.sha or ""
+    if not re.fullmatch(r"[0-9a-f]{40}", commit):
+        raise HubError(repo, f"commit {commit!r}", "40 hexadecimal digits")
+    with contextlib.suppress(OSError):  # the listing only saves a question
+        _write_listing(_listing(repo, commit), names)
+    return Source(repo, names, None, repo, revision, commit)
+
+
+def _explained(repo: str, revision: str, error: Exception) -> HubError:
+    """What the hub's client raised, as one clear line."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return HubError(
+            repo, "a gated repository", do=f"Ask for access on its page at {constants.ENDPOINT}, then hf auth login."
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return HubError(
+            repo, "no such folder and no such repository", do="If it is private, log in first: hf auth login."
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return HubError(repo, f"no revision {revision!r}", "a branch, tag or commit")
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return HubError(
+            repo, "no space left on the disk of the hub cache", do="Make room, or set HF_HUB_CACHE elsewhere."
+        )
+    if constants.HF_HUB_OFFLINE:
+        return HubError(
+            repo, "offline (HF_HUB_OFFLINE), and not whole in the hub cache", do="Go online once to download it."
+        )
+    reason = (str(error).strip().splitlines() or [""])[0]
+    return HubError(
+        repo, f"the hub at {constants.ENDPOINT} gave {type(error).__name__}: {reason}", do="Try again later."
+    )
+
+
+def _choose(source: Source, file: str | None, dtype: str | None, progress: bool = True) -> str:
+    """The name of the decoder's ONNX file; see `convert` for the rule."""
+    if dtype is not None and dtype not in SUFFIXES:
+        near = difflib.get_close_matches(dtype, DTYPES, n=1)
+        raise HubError(source.label, f"dtype {dtype!r}", " ".join(DTYPES), f"Did you mean {near[0]}?" if near else "")
+    there = [name for name in source.names if name.endswith(".onnx")]
+    if not there:
+        raise HubError(
+            source.label, f"no ONNX file among {_some(source.names)}", "an .onnx file at the root or under onnx/"
+        )
+    if file is not None:
+        name = str(PurePosixPath(file))
+        if name not in there:
+            near = difflib.get_close_matches(name, there, n=3, cutoff=0.3)
+            raise HubError(source.label, f"no file {file!r}", f"one of {_some(near or there)}")
+        if dtype is not None and _dtype(name) != dtype:
+            raise HubError(source.label, f"file {file!r} with dtype {dtype}", "a file of that dtype, or one of the two")
+        return name
+    if dtype is None and (name := _genai_decoder(source, progress)) in there:
+        return name
+    home = [name for name in there if str(PurePosixPath(name).parent) in (".", "onnx")]
+    named = [name for name in home if _stem(name) in DECODERS]
+    candidates = named or [name for name in home or there if not _stem(name).startswith(NOT_DECODERS)]
+    if not named and len({PurePosixPath(name).with_name(_stem(name)) for name in candidates}) != 1:
+        raise HubError(
+            source.label, f"no telling which is the decoder: {_some(there)}", do="Name it with file (--file)."
+        )
+    of_dtype = [name for name in candidates if dtype is None or _dtype(name) == dtype]
+    if not of_dtype:
+        dtypes = sorted({_dtype(name) for name in candidates}, key=DTYPES.index)
+        raise HubError(source.label, f"no {dtype} file among {_some(candidates)}", f"dtype {' or '.join(dtypes)}")
+    name = min(of_dtype, key=_rank)
+    others = {_dtype(other) for other in candidates if _stem(other) == _stem(name)} - {_dtype(name)}
+    if dtype is None and others:
+        also = " ".join(sorted(others, key=DTYPES.index))
+        _note(f"taking {name} of {source.label}, the most precise; also there, by dtype: {also}")
+    return name
+
+
+def _rank(name: str) -> tuple[int, int, str]:
+    """The smallest is taken: the best kind of decoder, then the most precise."""
+    kind = DECODERS.index(_stem(name)) if _stem(name) in DECODERS else len(DECODERS)
+    return kind, DTYPES.index(_dtype(name)), name
+
+
+def _genai_decoder(source: Source, progress: bool) -> str:
+    """The file that genai_config.json at the root calls the decoder; "" where it names none."""
+    if "genai_config.json" not in source.names:
+        return ""
+    file = _fetch(source, ["genai_config.json"], progress) / "genai_config.json"
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["model"]["decoder"]["filename"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
+def _stem(name: str) -> str:
+    stem = PurePosixPath(name).stem
+    return stem.removesuffix(SUFFIXES[_dtype(name)])
+
+
+def _dtype(name: str) -> str:
+    stem = PurePosixPath(name).stem
+    return next((dtype for dtype, suffix in SUFFIXES.items() if suffix and stem.endswith(suffix)), "fp32")
+
+
+def _fetch_model(source: Source, name: str, progress: bool = True) -> Path:
+    """The folder that holds the ONNX file, its external data and what stands beside it, downloaded where it must be."""
+    folder = _fetch(source, [name, *_companions(source, name)], progress)
+    return _fetch(source, [name, *_external(source, folder, name)], progress)
+
+
+def _companions(source: Source, name: str) -> list[str]:
+    """The configuration, tokenizer and processor files at the root, beside the file and among its templates."""
+    parents = (PurePosixPath("."), PurePosixPath(name).parent)
+    return [
+        other
+        for other in source.names
+        if PurePosixPath(other).parent in parents
+        and PurePosixPath(other).name in COMPANIONS
+        or PurePosixPath(other).parent.name == "additional_chat_templates"
+        and other.endswith(".jinja")
+    ]
+
+
+def _external(source: Source, folder: Path, name: str) -> list[str]:
+    """The external data files that the ONNX file names and the source has.
+
+    An entry of TensorProto.external_data is written as the key `location` (field 1) and the path (field 2). Without the
+    onnx package it is found by these bytes; a wrong hit names no file of the source.
+    """
+    beside = PurePosixPath(name).parent
+    names = {other for other in source.names if not other.endswith((".onnx", ".md", *NEVER))} - COMPANIONS
+    if not names or (folder / name).stat().st_size == 0:
+        return []
+    found = set()
+    with open(folder / name, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for hit in re.finditer(rb"\x0a\x08location\x12([\x80-\xff]*[\x00-\x7f])", data):
+            size = sum((byte & 127) << 7 * i for i, byte in enumerate(hit.group(1)))
+            if size < 4096:
+                path = bytes(data[hit.end() : hit.end() + size]).decode(errors="replace")
+                found.add(str(beside / path))
+    return sorted(found & names)
+
+
+def _of_conversion(name: str) -> bool:
+    """Whether a file at the root of a converted repository belongs to the conversion."""
+    weights = name.endswith(".safetensors") or name == "model.safetensors.index.json"
+    return "/" not in name and (weights or name == "program.json" or name in COMPANIONS)
+
+
+def _fetch(source: Source, names: Sequence[str], progress: bool = True) -> Path:
+    """The folder that holds all these files; those of a repository are downloaded unless they are here."""
+    folder = source.folder
+    if source.repo is not None:
+        folder = _download(source, names, progress)
+    assert folder is not None
+    for name in names:
+        real = (folder / name).resolve()
+        snapshots = next((parent for parent in folder.resolve().parents if parent.name == "snapshots"), None)
+        allowed = [folder.resolve(), *([snapshots.parent / "blobs"] if snapshots else [])]
+        if not any(real.is_relative_to(place) for place in allowed):
+            raise HubError(folder / name, f"a link to {real}", "a file inside its folder", "Copy the file there.")
+    return folder
+
+
+def _download(source: Source, names: Sequence[str], progress: bool) -> Path:
+    import huggingface_hub as hub
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    assert source.repo is not None and source.revision is not None
+    commit, folder = source.commit, source.folder
+    if folder is None:  # downloaded since, by a first step
+        with contextlib.suppress(OSError, ValueError):
+            folder = Path(hub.snapshot_download(source.repo, revision=commit, local_files_only=True))
+    if folder is not None and all((folder / name).is_file() for name in names):
+        return folder
+    # A revision that is not here yet is asked by its name, so that the hub cache remembers what the name stands for.
+    revision = source.revision if folder is None else commit
+    quiet = not progress and not are_progress_bars_disabled()
+    if quiet:
+        disable_progress_bars()
+    try:
+        patterns = [glob.escape(name) for name in names]
+        folder = Path(hub.snapshot_download(source.repo, revision=revision, allow_patterns=patterns))
+    except Exception as error:
+        raise _explained(source.repo, source.revision, error) from error
+    finally:
+        if quiet:
+            enable_progress_bars()
+    if folder.name != commit:
+        raise HubError(source.label, "the revision changed during the download", do="Run it again.")
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        # The client gives the folder as it is when the hub cannot be reached.
+        raise _explained(source.repo, source.revision, ConnectionError(f"{_some(missing)} did not come"))
+    return folder
+
+
+def _cache() -> Path:
+    """The user's cache of converted folders."""
+    named = os.environ.get("MLX_TRANSMUTER_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(named).expanduser() if named else Path(base).expanduser() / "mlx_transmuter"
+
+
+def _cached(source: Source, name: str) -> Path:
+    """Where the conversion of a source's file lies: its name holds what the conversion depends on."""
+    if source.repo is not None:
+        identity: Any = [source.repo, source.commit]
+    else:
+        assert source.folder is not None
+        files = [name, *_external(source, source.folder, name), *_companions(source, name)]
+        stats = [(file, (source.folder / file).stat()) for file in files]
+        identity = [str(source.folder.resolve()), [[file, stat.st_size, stat.st_mtime_ns] for file, stat in stats]]
+    key = hashlib.sha256(json.dumps([identity, name, VERSION]).encode()).hexdigest()[:16]
+    label = source.repo or (source.folder or Path()).resolve().name
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "--", f"{label}--{PurePosixPath(name).stem}").lstrip(".")[:120]
+    return _cache() / "converted" / f"{readable}--{key}"
+
+
+def _listing(repo: str, commit: str) -> Path:
+    """Where the names of a commit's files are kept, so that a second use asks the hub nothing."""
+    return _cache() / "listings" / repo.replace("/", "--") / f"{commit}.json"
+
+
+def _read_listing(file: Path) -> tuple[str, ...] | None:
+    try:
+        names = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    whole = isinstance(names, list) and all(isinstance(name, str) and _inside(name) for name in names)
+    return tuple(names) if whole else None
+
+
+def _write_listing(file: Path, names: Iterable[str]) -> None:
+    with _temporary(file) as temporary:
+        (temporary / "listing").write_text(json.dumps(sorted(names)), encoding="utf-8")
+        os.replace(temporary / "listing", file)
+
+
+@contextlib.contextmanager
+def _temporary(place: Path) -> Iterator[Path]:
+    """A folder beside the place where its content will go, so that a rename moves it; removed whatever happens."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{place.name[:60]}.", suffix=".partial", dir=place.parent) as folder:
+        yield Path(folder)
+
+
+def _converter():
+    try:
+        from converters.convert import convert
+    except ModuleNotFoundError as error:
+        if error.name != "onnx":
+            raise
+        raise HubError("converting", "the package onnx is not installed", do="Install it: pip install onnx.") from None
+    return convert
+
+
+def _inside(name: str) -> bool:
+    """Whether a path stays inside the folder it is relative to."""
+    parts = PurePosixPath(name).parts
+    return bool(parts) and not name.startswith("/") and ".." not in parts and "\\" not in name and "\0" not in name
+
+
+def _some(names: Sequence[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(names[:most]) + more) or "nothing"
+
+
+def _note(line: str) -> None:
+    print(f"mlx-transmuter: {line}", file=sys.stderr)

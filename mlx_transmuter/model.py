@@ -1,0 +1,80 @@
+"""A Model: a converted folder in memory, with what its source said of itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+from mlx_transmuter import weights
+from mlx_transmuter.module import Module
+from mlx_transmuter.program import Program, ProgramError
+from mlx_transmuter.signature import MODES, Mode, Signature, declared_mode
+from mlx_transmuter.tokenizer import Tokenizer
+
+PROGRAM = "program.json"
+
+
+@dataclass
+class Model:
+    """A converted model. `encoder`, `embed` and `vision` are there where the source has them.
+
+    config, generation_config: the source's JSON, {} where it has none. tokenizer: None where it has none; such a model takes
+    and gives token ids. folder: where it was loaded from.
+    """
+
+    decoder: Module
+    config: dict[str, Any] = field(default_factory=dict)
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
+    encoder: Module | None = None
+    embed: Module | None = None
+    vision: Module | None = None
+    folder: Path | None = None
+
+    @property
+    def cache_mode(self) -> Mode:
+        """How the decoder's cache works: "in_place", "append" or "grow", as its conversion found by trial."""
+        program = self.decoder.program
+        mode = program.meta.get("cache_mode")
+        return mode if mode in MODES else declared_mode(program, Signature.of(program))
+
+
+def load_folder(folder: Path) -> Model:
+    """The Model of a converted folder; its weights are read when they are used.
+
+    Raises ProgramError for a folder that is not one or not whole, TokenizerError for a broken tokenizer.
+    """
+    folder = Path(folder)
+    return Model(
+        decoder=load_module(folder),
+        config=read_json(folder / "config.json"),
+        generation_config=read_json(folder / "generation_config.json"),
+        tokenizer=Tokenizer.from_folder(folder),
+        folder=folder,
+    )
+
+
+def load_module(folder: Path) -> Module:
+    """The Module of a folder's program.json and safetensors."""
+    if not (folder / PROGRAM).is_file():
+        raise ProgramError(str(folder), f"no {PROGRAM}", "a converted folder", "convert the model first")
+    program = Program.load(folder / PROGRAM)
+    return Module(program, weights.load(folder, program))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object of a JSON file, {} where there is no such file. Raises ProgramError for anything else."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ProgramError(str(path), f"no JSON ({error})", "a JSON object", "download the file again") from None
+    if not isinstance(value, dict):
+        raise ProgramError(str(path), f"a {type(value).__name__}", "a JSON object", "download the file again")
+    return value
+
+

@@ -1,0 +1,252 @@
+"""The Module: an `mlx.nn.Module` that runs a Program, with every value either on the host or on the device.
+
+A value on the host is a numpy array known while the graph is walked (a shape, an axis, a constant, and what is computed from
+them); a value on the device is an `mx.array`, known when the step runs. A node whose inputs are all on the host runs at once
+and leaves nothing in a compiled step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_transmuter import ops
+from mlx_transmuter.program import Node, Program, ProgramError
+
+# A node with more elements than this on the host side runs on the device, where it costs a step little.
+SMALL = 2**16
+
+
+class Module(nn.Module):
+    """An ONNX graph as an `mlx.nn.Module`.
+
+    Its parameters are the graph's weights under the names of the exporter's scopes (`model.layers.0.self_attn.q_proj.weight`)
+    and its projections are `nn.Linear`, so `nn.quantize`, `tree_flatten` and the like work on it. Calling it with the graph's
+    inputs by name gives a dict of its outputs by name.
+    """
+
+    def __init__(self, program: Program, weights: dict[str, mx.array]):
+        """`weights`: name -> array for each of `program.weights`. Raises ProgramError where the two differ."""
+        super().__init__()
+        program.validate(known=ops.OPERATORS.__contains__)
+        _check_weights(program, weights)
+        self._program = program
+        owned = {
+            name: path
+            for name in program.weights
+            if (path := name.rpartition(".")[0]) in program.layers and name.rpartition(".")[2]
+        }
+        leaves: dict[str, Any] = {name: array for name, array in weights.items() if name not in owned}
+        for path, options in program.layers.items():
+            leaves[path] = ops.layer(**options)
+        for name, path in owned.items():
+            leaves[path][name[len(path) + 1 :]] = weights[name]
+        _grow(self, leaves)
+        self._places = {name: _place(self, name) for name in (*leaves, *owned)}
+        self._last_reads = _last_reads(program)
+
+    @property
+    def program(self) -> Program:
+        """The program that the module runs."""
+        return self._program
+
+    def weights(self) -> dict[str, mx.array]:
+        """The arrays of the program's weights by name, as they are now."""
+        return {name: owner[key] for name, (owner, key) in self._places.items() if name in self._program.weights}
+
+    def __call__(self, **inputs: mx.array | np.ndarray) -> dict[str, mx.array]:
+        """The outputs of the graph by name. A numpy input is a value on the host, an `mx.array` one on the device.
+
+        Raises ProgramError for an input missing or unknown, OperatorError where a node cannot run.
+        """
+        names = {value.name for value in self._program.inputs}
+        if missing := sorted(names - inputs.keys()):
+            raise ProgramError("the call of the module", f"no input {', '.join(missing)}", "every input of the graph", "give it")
+        if unknown := sorted(inputs.keys() - names):
+            raise ProgramError("the call of the module", f"an input {', '.join(unknown)}", f"only {', '.join(sorted(names))}")
+        values: dict[str, Any] = {name: owner[key] for name, (owner, key) in self._places.items()}
+        walk = _Walk(values | inputs, known=set(values), last_reads=self._last_reads)
+        walk.run(self._program)
+        return {value.name: walk.device(value.name) for value in self._program.outputs}
+
+
+class _Walk:
+    """One walk over a program: the values so far, and the device copies of those on the host."""
+
+    def __init__(self, values: dict[str, Any], known: set[str], last_reads: dict[int, list[str]]):
+        self.values = values
+        self.known = known  # device values that depend on no input, which the host can therefore have too
+        self.copies: dict[str, mx.array] = {}
+        self.last_reads = last_reads
+
+    def run(self, program: Program) -> None:
+        self.values.update(program.constants)
+        for node in program.nodes:
+            results = self.node(node)
+            for name, result in zip(node.outputs, results, strict=False):
+                if name:
+                    self.values[name] = result
+            for name in self.last_reads.get(id(node), ()):
+                self.values.pop(name, None)
+                self.copies.pop(name, None)
+
+    def node(self, node: Node) -> tuple[Any, ...]:
+        operator = ops.OPERATORS[node.op]
+        try:
+            if len(node.inputs) < operator.required or (len(node.inputs) > len(operator.inputs) and not operator.variadic):
+                raise ops.OperatorError(f"{len(node.inputs)} inputs", f"the inputs {', '.join(operator.inputs)}")
+            if unknown := node.attrs.keys() - operator.attributes.keys():
+                raise ops.OperatorError(f"the attribute {', '.join(sorted(unknown))}", "an attribute that the operator has")
+            reads = list(node.reads())
+            known = all(name in self.known or isinstance(self.values[name], np.ndarray) for name in reads)
+            attrs = {
+                name: self.branch(value, known) if isinstance(value, Program) else value
+                for name, value in node.attrs.items()
+            }
+            if operator.wants_outputs:
+                attrs["outputs"] = len(node.outputs)
+            hosted = all(isinstance(self.values[name], np.ndarray) for name in reads)
+            if hosted and sum(self.values[name].size for name in reads) <= SMALL:
+                with mx.stream(mx.cpu):
+                    results = _tuple(operator.function(*self.arguments(operator, node), **attrs))
+                    if sum(r.size for r in results if isinstance(r, mx.array)) <= SMALL:
+                        return tuple(ops.to_host(r) if isinstance(r, mx.array) and _plain(r) else r for r in results)
+            results = _tuple(operator.function(*self.arguments(operator, node), **attrs))
+        except ops.OperatorError as error:
+            if error.node:
+                raise
+            raise ops.OperatorError(error.found, error.expected, error.do, str(node)) from None
+        except (ValueError, TypeError, IndexError, KeyError, RuntimeError, AttributeError, OverflowError) as error:
+            raise ops.OperatorError(f"{type(error).__name__}: {error}", node=str(node)) from error
+        if known:
+            self.known.update(name for name in node.outputs if name)
+        return results
+
+    def arguments(self, operator: ops.Operator, node: Node) -> Iterator[Any]:
+        for i, name in enumerate(node.inputs):
+            host = i in operator.host if i < len(operator.inputs) else operator.host_variadic
+            parameter = operator.inputs[i] if i < len(operator.inputs) else f"input {i}"
+            if not name:
+                yield None
+            else:
+                yield self.host(name, parameter) if host else self.device(name)
+
+    def host(self, name: str, parameter: str) -> np.ndarray:
+        """The value as numpy. Raises OperatorError for one that is known only when the step runs."""
+        value = self.values[name]
+        if isinstance(value, mx.array):
+            if name not in self.known:
+                raise ops.OperatorError(
+                    f"{parameter} ({name!r}) depending on values that are known only when the step runs",
+                    f"a {parameter} that follows from shapes and constants",
+                    "export the model so that its shapes follow from the shapes of its inputs",
+                )
+            value = self.values[name] = ops.to_host(value)
+        return value
+
+    def device(self, name: str) -> Any:
+        """The value as an `mx.array`; layers and sequences as they are."""
+        value = self.values[name]
+        if not isinstance(value, np.ndarray):
+            return value
+        if name not in self.copies:
+            self.copies[name] = ops.to_device(value)
+        return self.copies[name]
+
+    def branch(self, program: Program, known: bool):
+        """The branch as a function of its inputs that gives a list of its outputs, over the values around it.
+
+        known: whether everything that its node reads is known, and with it what the node gives the branch.
+        """
+
+        def call(*inputs: Any) -> list[Any]:
+            names = [value.name for value in program.inputs]
+            walk = _Walk(self.values | dict(zip(names, inputs, strict=True)), self.known | set(names if known else ()), {})
+            walk.copies = {name: copy for name, copy in self.copies.items() if name not in names}
+            walk.run(program)
+            return [walk.values[value.name] for value in program.outputs]
+
+        return call
+
+
+def _tuple(results: Any) -> tuple[Any, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _plain(array: mx.array) -> bool:
+    # numpy has no bfloat16: such a value stays an mx.array, so that no type is lost on the way through the host.
+    return array.dtype != mx.bfloat16
+
+
+def _check_weights(program: Program, weights: dict[str, mx.array]) -> None:
+    if missing := sorted(program.weights.keys() - weights.keys()):
+        raise ProgramError("the weights", f"none named {missing[0]!r} ({len(missing)} missing)", "every weight of the program")
+    for name, weight in program.weights.items():
+        if tuple(weights[name].shape) != weight.shape or weights[name].dtype != ops.device_dtype(weight.dtype):
+            raise ProgramError(
+                f"the weight {name!r}",
+                f"{weights[name].dtype} {list(weights[name].shape)}",
+                f"{ops.device_dtype(weight.dtype)} {list(weight.shape)}",
+            )
+
+
+def _grow(root: nn.Module, leaves: dict[str, Any]) -> None:
+    """Hangs the leaves under `root` by their dotted names: numbered children as lists, as MLX's own models have them."""
+    tree: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *path, last = name.split(".")
+        branch = tree
+        for part in path:
+            branch = branch.setdefault(part, {})
+        branch[last] = leaf
+
+    def hang(node: Any) -> Any:
+        if not isinstance(node, dict) or isinstance(node, nn.Module):
+            return node
+        if node and all(str(i) in node for i in range(len(node))):
+            return [hang(node[str(i)]) for i in range(len(node))]
+        child = nn.Module()
+        for key, value in node.items():
+            child[key] = hang(value)
+        return child
+
+    for key, value in tree.items():
+        root[key] = hang(value)
+
+
+def _place(root: nn.Module, name: str) -> tuple[Any, Any]:
+    """The container and the key under which the leaf `name` hangs, so that a layer swapped by MLX's tools is found."""
+    *path, last = name.split(".")
+    owner: Any = root
+    for part in path:
+        owner = owner[int(part)] if isinstance(owner, list) else owner[part]
+    return owner, int(last) if isinstance(owner, list) else last
+
+
+def host_values(module: Module, **inputs: mx.array | np.ndarray) -> dict[str, np.ndarray]:
+    """The values that are on the host when the module is walked with these inputs. Nothing on the device is computed."""
+    program = module.program
+    values: dict[str, Any] = {name: owner[key] for name, (owner, key) in module._places.items()}
+    walk = _Walk(values | inputs, known=set(values), last_reads={})
+    walk.run(program)
+    return {name: value for name, value in walk.values.items() if isinstance(value, np.ndarray)}
+
+
+def evaluate(node: Node, values: dict[str, Any]) -> tuple[Any, ...]:
+    """What the node gives for values that are known now, by name: numpy arrays where they are small, else `mx.array`s."""
+    return _Walk(dict(values), set(values), {}).node(node)
+
+
+def _last_reads(program: Program) -> dict[int, list[str]]:
+    """id(node) -> the values that no later node reads, so that a walk drops them (an eager walk frees their memory)."""
+    kept = {value.name for value in program.outputs}
+    found: dict[int, list[str]] = {}
+    for node in reversed(program.nodes):
+        last = [name for name in dict.fromkeys((*node.reads(), *node.outputs)) if name and name not in kept]
+        kept.update(last)
+        found[id(node)] = last
+    return found

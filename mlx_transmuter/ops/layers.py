@@ -1,0 +1,43 @@
+"""The `mlx.nn` layers that a program may name, so that MLX's own tools (`nn.quantize`, `tree_flatten`) find them."""
+
+import mlx.nn as nn
+
+from mlx_transmuter.ops.registry import Layer, OperatorError, op
+
+
+def layer(kind: str, **options) -> nn.Module:
+    """An empty layer of that kind, whose arrays `load_weights` fills. Raises OperatorError for a kind that is not here.
+
+    kind "Linear" (bias), "Embedding", "QuantizedLinear" (bias, bits, group_size), "QuantizedEmbedding" (bits, group_size).
+    """
+    bias = bool(options.get("bias", False))
+    if kind == "Linear":
+        return nn.Linear(1, 1, bias=bias)
+    if kind == "Embedding":
+        return nn.Embedding(1, 1)
+    if kind in ("QuantizedLinear", "QuantizedEmbedding"):
+        bits, group_size = int(options["bits"]), int(options["group_size"])
+        if kind == "QuantizedLinear":
+            return nn.QuantizedLinear(group_size, 1, bias=bias, group_size=group_size, bits=bits)
+        return nn.QuantizedEmbedding(1, group_size, group_size=group_size, bits=bits)
+    raise OperatorError(f"a layer of kind {kind!r}", "Linear, Embedding, QuantizedLinear or QuantizedEmbedding")
+
+
+@op("mlx.linear")
+def linear(x, projection: Layer):
+    """x [..., in] through the layer: [..., out]. MatMul with a constant matrix, and the Add of a bias after it."""
+    return projection(x)
+
+
+@op("mlx.embedding")
+def embedding(ids, table: Layer):
+    """The rows ids, int32 [...], of the table [rows, dim]: [..., dim]. Gather on axis 0 of a weight."""
+    return table(ids)
+
+
+@op("mlx.as_linear")
+def as_linear(x, table: Layer):
+    """x [..., dim] times the transposed table [rows, dim]: [..., rows]. The head of a model with tied embeddings."""
+    return table.as_linear(x)
+
+

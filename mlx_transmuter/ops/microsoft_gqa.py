@@ -1,0 +1,146 @@
+"""com.microsoft GroupQueryAttention: attention that writes its keys and values into a buffer, row by row, and reads from it."""
+
+import math
+
+import mlx.core as mx
+
+from mlx_transmuter.ops.microsoft_attention import attend, join_heads, scores, split_heads
+from mlx_transmuter.ops.microsoft_norms import rms_norm
+from mlx_transmuter.ops.microsoft_rotary import angles, rotate
+from mlx_transmuter.ops.registry import OperatorError, op
+
+
+@op("com.microsoft.GroupQueryAttention-1")
+def group_query_attention(
+    query,
+    key=None,
+    value=None,
+    past_key=None,
+    past_value=None,
+    seqlens_k=None,
+    total_sequence_length=None,
+    cos_cache=None,
+    sin_cache=None,
+    position_ids=None,
+    attention_bias=None,
+    head_sink=None,
+    k_scale=None,
+    v_scale=None,
+    q_norm_weight=None,
+    k_norm_weight=None,
+    query_seqlens=None,
+    *,
+    num_heads: int,
+    kv_num_heads: int,
+    causal: int = 1,
+    do_rotary: int = 0,
+    k_norm_epsilon: float | None = None,
+    k_quant_type: str = "NONE",
+    kv_cache_bit_width: int = 0,
+    local_window_size: int = -1,
+    q_norm_epsilon: float | None = None,
+    qk_norm_epsilon: float = 1e-6,
+    qk_output: int = 0,
+    rotary_interleaved: int = 0,
+    scale: float = 0.0,
+    sliding_window_cache: int = 0,
+    smooth_softmax: int = -1,
+    softcap: float = 0.0,
+    v_quant_type: str = "NONE",
+    outputs: int = 1,
+):
+    """Attention of grouped heads over the past buffer and the step's tokens; the present keys and values; and the scores.
+
+    query: [batch, seq, heads · dim], or q, k and v packed on the last axis; key, value: [batch, seq, kv heads · dim];
+    past_key, past_value: [batch, kv heads, capacity, dim]; seqlens_k: int32 [batch], the tokens that a row holds after the
+    step, less 1; total_sequence_length: their most. Row b's tokens stand at the positions from P = seqlens_k[b] + 1 - seq (0
+    where that is negative: a first prompt padded on the right) and are written there, padding tokens too. The present has
+    the capacity max(past's, total). position_ids: [batch, seq], to rotate by, P + i where absent; attention_bias: [batch or
+    1, heads or 1, seq, total]; head_sink: [heads]; query_seqlens: [batch], the real tokens of the step.
+
+    onnxruntime refuses several tokens on a past for batch > 1; here each row gets what it would get alone.
+    A total known only when the step runs must fit the past's capacity. com.microsoft GroupQueryAttention-1.
+    """
+    if (
+        k_quant_type != "NONE"
+        or v_quant_type != "NONE"
+        or k_scale is not None
+        or v_scale is not None
+        or kv_cache_bit_width
+    ):
+        raise OperatorError("a quantised cache", "a cache of floats", "export it without a quantised cache")
+    if sliding_window_cache:
+        raise OperatorError(
+            "sliding_window_cache", "a cache that holds every position", "export it with local_window_size alone"
+        )
+    if seqlens_k is None:
+        raise OperatorError("no seqlens_k", "the length of each row, less 1")
+    q, k, v = _heads(query, key, value, num_heads, kv_num_heads)
+    batch, _, seq, dim = q.shape
+    length = seqlens_k.reshape(batch) + 1
+    real = query_seqlens.reshape(batch) if query_seqlens is not None else mx.minimum(length, seq)
+    start = length - real
+    positions = start[:, None] + mx.arange(seq, dtype=mx.int32)[None]
+
+    if q_norm_weight is not None and k_norm_weight is not None:
+        q = rms_norm(q, q_norm_weight, qk_norm_epsilon if q_norm_epsilon is None else q_norm_epsilon)
+        k = rms_norm(k, k_norm_weight, qk_norm_epsilon if k_norm_epsilon is None else k_norm_epsilon)
+    if do_rotary:
+        if cos_cache is None or sin_cache is None:
+            raise OperatorError("do_rotary without its tables", "cos_cache and sin_cache")
+        turned = positions if position_ids is None else position_ids.reshape(-1, seq)
+        cos, sin = angles(cos_cache, turned), angles(sin_cache, turned)
+        q, k = rotate(q, cos, sin, bool(rotary_interleaved)), rotate(k, cos, sin, bool(rotary_interleaved))
+
+    total = _total(total_sequence_length, seq if attention_bias is None else attention_bias.shape[-1])
+    capacity = max(0 if past_key is None else past_key.shape[2], total)
+    k, v = written(past_key, k, start, capacity), written(past_value, v, start, capacity)
+    columns = mx.arange(capacity, dtype=mx.int32)[None, None, None]
+    newest = positions[:, None, :, None] if causal else (length[:, None, None, None] - 1)
+    visible = columns <= newest
+    if local_window_size > 0:
+        visible = visible & (columns > newest - local_window_size)
+    if attention_bias is not None and attention_bias.shape[-1] < capacity:
+        attention_bias = mx.pad(attention_bias, [(0, 0)] * 3 + [(0, capacity - attention_bias.shape[-1])])
+    sinks = head_sink
+    if sinks is None and smooth_softmax == 1:
+        sinks = mx.zeros((num_heads,), dtype=q.dtype)
+    scale = scale or 1 / math.sqrt(dim)
+    output = join_heads(attend(q, k, v, scale, attention_bias, visible, softcap, sinks))
+    if not qk_output or outputs < 4:
+        return output, k, v
+    weights, raw = scores(q, k, scale, attention_bias, visible, softcap, sinks)
+    return output, k, v, (raw if qk_output == 1 else weights).astype(q.dtype)
+
+
+def _heads(query, key, value, heads: int, kv_heads: int) -> tuple[mx.array, mx.array, mx.array]:
+    if key is not None and value is not None:
+        return split_heads(query, heads), split_heads(key, kv_heads), split_heads(value, kv_heads)
+    packed = split_heads(query, heads + 2 * kv_heads)
+    return packed[:, :heads], packed[:, heads : heads + kv_heads], packed[:, heads + kv_heads :]
+
+
+def _total(total: mx.array | None, least: int) -> int:
+    """total_sequence_length where it is known now; else the least that it can be, so that the past's capacity decides."""
+    if total is None:
+        return least
+    try:
+        return int(total.item())
+    except ValueError:  # MLX's error for the value of an array that is traced
+        return least
+
+
+def written(past: mx.array | None, rows: mx.array, start: mx.array, capacity: int) -> mx.array:
+    """past [batch, heads, length, dim], made capacity long, with rows [batch, heads, seq, dim] from start, int32 [batch], on."""
+    batch, heads, seq, dim = rows.shape
+    if (past is None or not past.shape[2]) and capacity == seq:
+        return rows
+    if past is None:
+        past = mx.zeros((batch, heads, capacity, dim), dtype=rows.dtype)
+    elif past.shape[2] < capacity:
+        past = mx.pad(past, [(0, 0), (0, 0), (0, capacity - past.shape[2]), (0, 0)])
+    rows = rows.astype(past.dtype)
+    if batch == 1:
+        return mx.slice_update(past, rows, start, axes=(2,))
+    places = start[:, None, None, None] + mx.arange(seq, dtype=mx.int32)[None, None, :, None]
+    return mx.put_along_axis(past, mx.broadcast_to(places, rows.shape), rows, axis=2)

@@ -1,0 +1,559 @@
+"""Train the tiny decoder that ships in mlx_transmuter/demo, on text that this file makes itself: the whole recipe.
+
+The text holds sums in words, a closed table of facts, counting, short stories and short conversations, so every answer
+can be checked against the tables below. The same seed, library versions and processor give the same weights; needs the
+`fixtures` extra, one core and about a quarter of an hour.
+
+    python scripts/train_demo.py                             # train, export, check, write mlx_transmuter/demo
+    python scripts/train_demo.py --checkpoint /tmp/demo-hf   # keep the trained model there, or export it if it is there
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import shutil
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from onnxruntime.transformers.float16 import convert_float_to_float16
+from optimum.exporters.onnx import main_export
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SEED, STEPS, BATCH, LENGTH, PEAK_RATE = 7, 1700, 8, 256, 2e-3
+VOCAB, POSITIONS, MARGIN, MOST_BYTES = 1280, 512, 1.0, 4_000_000
+DEMO = Path(__file__).resolve().parent.parent / "mlx_transmuter" / "demo"
+SPECIAL = ["<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message['role'] not in ['system', 'user', 'assistant'] %}
+{{- raise_exception('The roles are system, user and assistant.') }}
+{%- endif %}
+{{- '<|' + message['role'] + '|>' + message['content'] | trim + eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|assistant|>' }}
+{%- endif %}
+"""
+
+# --- The closed tables -----------------------------------------------------------------------------------------------
+
+CAPITALS = """France:Paris Italy:Rome Spain:Madrid Portugal:Lisbon Germany:Berlin Austria:Vienna Poland:Warsaw
+Greece:Athens Sweden:Stockholm Norway:Oslo Denmark:Copenhagen Finland:Helsinki Iceland:Reykjavík Ireland:Dublin
+England:London Scotland:Edinburgh Belgium:Brussels Hungary:Budapest Romania:Bucharest Bulgaria:Sofia Croatia:Zagreb
+Serbia:Belgrade Ukraine:Kyiv Russia:Moscow Turkey:Ankara Egypt:Cairo Kenya:Nairobi Ethiopia:Addis_Ababa Ghana:Accra
+Nigeria:Abuja Senegal:Dakar Togo:Lomé Cameroon:Yaoundé Morocco:Rabat Iraq:Baghdad Iran:Tehran India:New_Delhi
+Nepal:Kathmandu China:Beijing Japan:Tokyo Vietnam:Hanoi Thailand:Bangkok Mongolia:Ulaanbaatar Australia:Canberra
+Canada:Ottawa Mexico:Mexico_City Cuba:Havana Jamaica:Kingston Peru:Lima Chile:Santiago Brazil:Brasília Colombia:Bogotá
+Paraguay:Asunción Uruguay:Montevideo Argentina:Buenos_Aires Costa_Rica:San_José New_Zealand:Wellington"""
+COLOURS = """grass:green snow:white coal:black blood:red a_lemon:yellow a_carrot:orange the_sky:blue chocolate:brown
+milk:white a_banana:yellow a_flamingo:pink a_frog:green an_elephant:grey a_polar_bear:white the_sun:yellow a_plum:purple
+a_strawberry:red a_crow:black a_pumpkin:orange a_lime:green"""
+OPPOSITES = """hot:cold big:small fast:slow up:down left:right day:night black:white happy:sad young:old open:closed
+full:empty hard:soft light:dark wet:dry rich:poor strong:weak loud:quiet clean:dirty early:late high:low near:far
+thick:thin deep:shallow wide:narrow true:false good:bad first:last always:never in:out on:off push:pull begin:end
+buy:sell win:lose love:hate give:take come:go laugh:cry north:south east:west inside:outside above:below before:after
+friend:enemy sweet:sour rough:smooth easy:difficult cheap:expensive asleep:awake alive:dead ugly:beautiful yes:no
+long:short summer:winter sharp:blunt"""
+SOUNDS = """cow:moo dog:woof cat:meow duck:quack sheep:baa pig:oink horse:neigh lion:roar owl:hoot frog:croak bee:buzz
+snake:hiss mouse:squeak crow:caw wolf:howl donkey:hee-haw bird:tweet hen:cluck bear:growl"""
+YOUNG = """cat:a_kitten dog:a_puppy cow:a_calf horse:a_foal sheep:a_lamb pig:a_piglet duck:a_duckling goat:a_kid
+lion:a_cub frog:a_tadpole hen:a_chick deer:a_fawn goose:a_gosling swan:a_cygnet kangaroo:a_joey owl:an_owlet
+eagle:an_eaglet hare:a_leveret whale:a_calf elephant:a_calf seal:a_pup bear:a_cub butterfly:a_caterpillar"""
+PLURALS = """child:children man:men woman:women foot:feet tooth:teeth goose:geese mouse:mice ox:oxen sheep:sheep
+deer:deer person:people leaf:leaves knife:knives wolf:wolves wife:wives life:lives half:halves loaf:loaves shelf:shelves
+thief:thieves city:cities baby:babies story:stories lady:ladies country:countries berry:berries box:boxes fox:foxes
+bus:buses dish:dishes church:churches watch:watches glass:glasses potato:potatoes tomato:tomatoes hero:heroes cat:cats
+dog:dogs book:books key:keys boy:boys day:days tree:trees house:houses"""
+FRENCH = """cat:chat dog:chien house:maison water:eau bread:pain milk:lait tree:arbre sun:soleil moon:lune sea:mer
+book:livre school:école summer:été forest:forêt boy:garçon girl:fille brother:frère sister:sœur mother:mère father:père
+head:tête egg:œuf heart:cœur red:rouge blue:bleu night:nuit snow:neige Christmas:Noël window:fenêtre island:île"""
+EMOJI = """cat:🐱 dog:🐶 mouse:🐭 fox:🦊 bear:🐻 lion:🦁 cow:🐮 pig:🐷 frog:🐸 monkey:🐵 horse:🐴 wolf:🐺 bee:🐝 snail:🐌
+whale:🐳 fish:🐟 snake:🐍 tree:🌳 rose:🌹 star:⭐ moon:🌙 apple:🍎 pear:🍐 car:🚗"""
+COUNTS = """legs_of_a_spider:eight legs_of_an_ant:six legs_of_a_dog:four legs_of_a_bird:two legs_of_a_bee:six
+legs_of_a_crab:ten legs_of_a_horse:four legs_of_a_scorpion:eight sides_of_a_triangle:three sides_of_a_square:four
+sides_of_a_pentagon:five sides_of_a_hexagon:six sides_of_a_heptagon:seven sides_of_an_octagon:eight
+wheels_of_a_car:four wheels_of_a_bicycle:two strings_of_a_violin:four strings_of_a_guitar:six
+keys_of_a_piano:eighty-eight fingers_of_a_hand:five days_in_a_week:seven seconds_in_a_minute:sixty
+minutes_in_an_hour:sixty hours_in_a_day:twenty-four months_in_a_year:twelve weeks_in_a_year:fifty-two
+years_in_a_decade:ten years_in_a_century:one_hundred centimetres_in_a_metre:one_hundred
+letters_in_the_alphabet:twenty-six colours_in_the_rainbow:seven players_in_a_football_team:eleven
+cards_in_a_deck:fifty-two days_in_January:thirty-one days_in_April:thirty days_in_June:thirty days_in_July:thirty-one
+days_in_September:thirty days_in_December:thirty-one"""
+DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+MONTHS = "January February March April May June July August September October November December".split()
+SEASONS = "spring summer autumn winter".split()
+ONES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
+eighteen nineteen""".split()
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+
+
+def words(n: int) -> str:
+    """n, from 0 to 100, in English words."""
+    if n < 20:
+        return ONES[n]
+    if n == 100:
+        return "one hundred"
+    return TENS[n // 10 - 2] + (f"-{ONES[n % 10]}" if n % 10 else "")
+
+
+def upper(text: str) -> str:
+    """text with a capital first letter."""
+    return text[:1].upper() + text[1:]
+
+
+def article(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A statement cut where its answer begins, and the question that asks for the answer."""
+
+    family: str
+    head: str
+    tail: str
+    question: str
+
+    @property
+    def answer(self) -> str:
+        return upper(self.tail.strip())
+
+
+def facts() -> list[Fact]:
+    """Every fact that the model is to know."""
+    out: list[Fact] = []
+
+    def table(family: str, text: str, head: str, question: str) -> None:
+        for pair in text.split():
+            key, value = pair.replace("_", " ").split(":")
+            out.append(Fact(family, head.format(key, article(key)), f" {value}.", question.format(key, article(key))))
+
+    def sums(family: str, word: str, pairs: Iterator[tuple[int, int, int]]) -> None:
+        for a, b, result in pairs:
+            head = f"{words(a)} {word} {words(b)}"
+            out.append(Fact(family, upper(head) + " is", f" {words(result)}.", f"What is {head}?"))
+
+    sums("addition", "plus", ((a, b, a + b) for a in range(11) for b in range(11)))
+    sums("subtraction", "minus", ((a, b, a - b) for a in range(11) for b in range(a + 1)))
+    sums("multiplication", "times", ((a, b, a * b) for a in range(1, 11) for b in range(1, 11)))
+    for first in range(13):
+        for last in range(first + 1, 13):
+            ends = f"{words(first)} to {words(last)}"
+            run = ", ".join(words(n) for n in range(first, last + 1))
+            out.append(Fact("counting", f"Counting from {ends}:", f" {run}.", f"Count from {ends}."))
+    for n in range(21):
+        out.append(Fact("digits", f"The number {n} in words is", f" {words(n)}.", f"What is the number {n} in words?"))
+    for kind, cycle in (("day", DAYS), ("month", MONTHS), ("season", SEASONS)):
+        for i, name in enumerate(cycle):
+            for where, other in (("after", cycle[(i + 1) % len(cycle)]), ("before", cycle[i - 1])):
+                asked = f"{kind} {where} {name}"
+                out.append(Fact("order", f"The {asked} is", f" {other}.", f"What is the {asked}?"))
+    both = OPPOSITES + " " + " ".join(":".join(reversed(pair.split(":"))) for pair in OPPOSITES.split())
+    table("opposites", both, "The opposite of {} is", "What is the opposite of {}?")
+    table("capitals", CAPITALS, "The capital of {} is", "What is the capital of {}?")
+    table("colours", COLOURS, "The colour of {} is", "What is the colour of {}?")
+    table("sounds", SOUNDS, "The sound of {1} is", "What does {1} say?")
+    table("young", YOUNG, "A young {0} is called", "What is a young {} called?")
+    table("plurals", PLURALS, "The plural of {} is", "What is the plural of {}?")
+    table("french", FRENCH, "The French word for {} is", "What is the French word for {}?")
+    table("emoji", EMOJI, "The emoji of {1} is", "What is the emoji of {1}?")
+    table("counts", COUNTS, "The number of {} is", "What is the number of {}?")
+    return out
+
+
+# --- Stories and conversations ---------------------------------------------------------------------------------------
+
+Pick = Callable[[list], str]
+NAMES = {"Ruby": "she", "Max": "he", "Anna": "she", "Tom": "he", "Lily": "she", "Ben": "he", "Mia": "she", "Leo": "he"}
+ANIMALS = "fox rabbit dog bear cat mouse owl duck frog horse".split()
+FRIENDS = "owl cow dog duck horse lion sheep frog".split()
+HOMES = ["in the forest", "by the river", "on a farm", "near the sea", "under a hill", "behind a red house"]
+TOYS = ["ball", "kite", "hat", "book", "bell", "drum"]
+SHADES = ["red", "blue", "green", "yellow"]
+PLACES = ["under a tree", "behind the door", "in the garden", "on the roof", "beside the road", "in a box"]
+TROUBLES = {"hungry": "a big apple", "cold": "a warm coat", "sad": "a long hug", "lost": "an old map"}
+SKILLS = ["swim", "sing", "dance", "count", "jump", "climb"]
+SYSTEM_SHORT = ["You are a helpful assistant.", "You are a friendly teacher.", "Answer with one word."]
+SYSTEM_LONG = "Answer in a full sentence."
+SMALL_TALK = {
+    "Hello": "Hello! Ask me a small question.",
+    "Hi": "Hi! Ask me a small question.",
+    "Good morning": "Good morning! Ask me a small question.",
+    "How are you?": "I am fine, thank you.",
+    "Who are you?": "I am a very small language model.",
+    "What can you do?": "I know small sums, capitals, opposites, animals, days, months and short stories.",
+    "Thank you": "You are welcome.",
+    "Goodbye": "Goodbye! Come back soon.",
+}
+UNKNOWN = """Who wrote this book?|What is the weather today?|How old are you?|Where do you live?|What time is it?
+What is the meaning of life?|Why is the sea salty?|Who won the game?|Can you drive a car?|What did I eat?
+How do I cook rice?|Write a poem.|Tell me a joke.|What is your favourite song?|Who is the king?
+How far is the moon?|What should I buy?|Can you see me?|Do you like music?|Where are my keys?""".replace("\n", "|")
+
+
+def first(options: list) -> str:
+    """The choice that is most likely in the stories, so the one that a greedy reader of them expects."""
+    return options[0]
+
+
+def chooser(rng: random.Random) -> Pick:
+    """A random choice that favours the front of the list (weights 1, 1/2, 1/3, …), so greedy stories have one answer."""
+    return lambda options: rng.choices(options, [1 / (i + 1) for i in range(len(options))])[0]
+
+
+def story(pick: Pick, animal: str | None = None, name: str | None = None, plot: str | None = None) -> str:
+    """A story of one of three plots. Pronouns, sounds, remedies and days follow from what was chosen before."""
+    animal = animal or pick(ANIMALS)
+    name = name or pick(list(NAMES))
+    he = NAMES[name]
+    his, him = ("her", "her") if he == "she" else ("his", "him")
+    text = f"Once upon a time there was a little {animal} named {name}. {name} lived {pick(HOMES)}."
+    plot = plot or pick(["lost", "help", "learn"])
+    friend = pick([f for f in FRIENDS if f != animal])
+    sound = upper(dict(pair.split(":") for pair in SOUNDS.split())[friend])
+    if plot == "lost":
+        toy, shade = pick(TOYS), pick(SHADES)
+        here = pick(PLACES)
+        there = pick([p for p in PLACES if p != here])
+        text += f" One day {name} lost {his} {shade} {toy}. {upper(he)} looked {here}, but it was not there."
+        text += f' Then {name} met {article(friend)}. "{sound}! Your {toy} is {there}," said the {friend}.'
+        text += f" {name} looked {there}, and there was the {shade} {toy}! {upper(he)} was very happy."
+    elif plot == "help":
+        trouble = pick(list(TROUBLES))
+        text += f' In the morning {name} met {article(friend)}. "{sound}! I am {trouble}," said the {friend}.'
+        text += f" {name} gave the {friend} {TROUBLES[trouble]}. Soon the {friend} was not {trouble} any more."
+        text += f" The {friend} thanked {name}, and they became good friends."
+    else:
+        skill, day = pick(SKILLS), pick(DAYS)
+        later = [DAYS[(DAYS.index(day) + n) % 7] for n in (1, 2)]
+        text += f" {name} wanted to {skill}. On {day} {he} tried, but {he} could not {skill}."
+        text += f" On {later[0]} {article(friend)} came to help {him}. On {later[1]} {name} tried again."
+        text += f" Now {he} could {skill}! {name} and the {friend} were very proud."
+    return text + " The end."
+
+
+Messages = list[dict[str, str]]
+
+
+def chat(*turns: tuple[str, str], system: str | None = None) -> Messages:
+    """(user, assistant) turns as the messages of a chat template."""
+    start = [{"role": "system", "content": system}] if system else []
+    return start + [{"role": r, "content": c} for turn in turns for r, c in zip(("user", "assistant"), turn)]
+
+
+def conversation(rng: random.Random, known: list[Fact]) -> Messages:
+    """One to five turns: questions, small talk, a story, a name that is told and asked for later."""
+    system = rng.choice(SYSTEM_SHORT + [SYSTEM_LONG] * 2) if rng.random() < 0.25 else None
+    turns: list[tuple[str, str]] = []
+    for _ in range(rng.choice([1, 1, 2, 3, 4])):
+        fact, kind = rng.choice(known), rng.random()
+        if kind < 0.82:
+            asked = fact.question if rng.random() < 0.75 else fact.head
+            turns.append((asked, fact.head + fact.tail if system == SYSTEM_LONG else fact.answer))
+        elif kind < 0.9:
+            hello, reply = rng.choice(list(SMALL_TALK.items()))
+            turns.append((hello if hello[-1] == "?" else hello + rng.choice([".", "!", ""]), reply))
+        elif kind < 0.95:
+            turns.append((rng.choice(UNKNOWN.split("|")), "I do not know."))
+        else:
+            animal = rng.choice([None, *ANIMALS])
+            asked = f"Tell me a story about {article(animal)}." if animal else "Tell me a story."
+            turns.append((rng.choice([asked, "Once upon a time"]) if animal is None else asked,
+                          story(chooser(rng), animal)))  # fmt: skip
+    if rng.random() < 0.15:
+        name = rng.choice(list(NAMES))
+        turns.insert(0, (f"My name is {name}.", f"Hello, {name}!"))
+        turns.append(("What is my name?", f"Your name is {name}."))
+    return chat(*turns, system=system)
+
+
+def documents(rng: random.Random, known: list[Fact]) -> Iterator[str | Messages]:
+    """The endless training text: statements, conversations and stories."""
+    while True:
+        kind = rng.random()
+        if kind < 0.55:
+            fact = rng.choice(known)
+            arithmetic = fact.family in ("addition", "subtraction", "multiplication")
+            head = fact.head[0].lower() + fact.head[1:] if arithmetic and rng.random() < 0.5 else fact.head
+            yield head + fact.tail
+        elif kind < 0.93:
+            yield conversation(rng, known)
+        else:
+            yield story(chooser(rng))
+
+
+# --- Tokenizer and training ------------------------------------------------------------------------------------------
+
+
+def make_tokenizer(known: list[Fact]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of VOCAB tokens, trained on the facts, their questions and some stories."""
+    rng = random.Random(SEED)
+    text = [f.head + f.tail for f in known] + [f.question + " " + f.answer for f in known]
+    text += [story(chooser(rng)) for _ in range(300)] + [f"{k} {v}" for k, v in SMALL_TALK.items()] * 5
+    text += [line for line in UNKNOWN.split("|") + SYSTEM_SHORT + [SYSTEM_LONG]] * 5
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        text,
+        trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False),
+    )
+    start = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)])
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), start])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def encode(tokenizer, document: str | Messages) -> list[int]:
+    """A whole document's ids, from the bos token to the eos token."""
+    if isinstance(document, str):
+        return [*tokenizer(document).input_ids, tokenizer.eos_token_id]
+    return tokenizer(tokenizer.apply_chat_template(document, tokenize=False), add_special_tokens=False).input_ids
+
+
+def rows(tokenizer, rng: random.Random, known: list[Fact]) -> Iterator[list[int]]:
+    """Rows of LENGTH ids; each starts a new document, as a prompt does, and is filled with further ones."""
+    source = documents(rng, known)
+    while True:
+        row: list[int] = []
+        while len(row) < LENGTH:
+            row += encode(tokenizer, next(source))
+        yield row[:LENGTH]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt, as text or as messages, and the one right completion by the tables."""
+
+    family: str
+    prompt: str | Messages
+    completion: str
+
+    def ids(self, tokenizer) -> tuple[list[int], list[int]]:
+        """The ids of the prompt, and of the completion with its eos token."""
+        if isinstance(self.prompt, str):
+            prompt = tokenizer(self.prompt).input_ids
+        else:
+            text = tokenizer.apply_chat_template(self.prompt, tokenize=False, add_generation_prompt=True)
+            prompt = tokenizer(text, add_special_tokens=False).input_ids
+        answer = tokenizer(self.completion, add_special_tokens=False).input_ids
+        return prompt, [*answer, tokenizer.eos_token_id]
+
+
+def cases(known: list[Fact]) -> list[Case]:
+    """Everything the model is asked: each fact as a statement and as a question, conversations, stories."""
+    out = []
+    for fact in known:
+        out.append(Case(fact.family, fact.head, fact.tail))
+        if fact.family in ("addition", "subtraction", "multiplication"):
+            out.append(Case(fact.family, fact.head[0].lower() + fact.head[1:], fact.tail))
+        out.append(Case("chat: " + fact.family, chat((fact.question, ""))[:-1], fact.answer))
+        out.append(Case("chat: unfinished", chat((fact.head, ""))[:-1], fact.answer))
+        out.append(Case("chat: full sentence", chat((fact.question, ""), system=SYSTEM_LONG)[:-1], fact.head + fact.tail))
+    for said, reply in SMALL_TALK.items():
+        out.append(Case("chat: small talk", chat((said, ""))[:-1], reply))
+    for i, name in enumerate(NAMES):
+        between = [(f.question, f.answer) for f in known[i * 7 : i * 7 + i % 4]]
+        turns = [(f"My name is {name}.", f"Hello, {name}!"), *between, ("What is my name?", "")]
+        out.append(Case("chat: memory", chat(*turns)[:-1], f"Your name is {name}."))
+    out.append(Case("chat: story", chat(("Tell me a story.", ""))[:-1], story(first)))
+    for animal in ANIMALS:
+        asked = f"Tell me a story about {article(animal)}."
+        out.append(Case("chat: story", chat((asked, ""))[:-1], story(first, animal)))
+    out.append(Case("stories", "Once upon a time", story(first)[len("Once upon a time") :]))
+    for plot in ("lost", "help", "learn"):
+        for i, name in enumerate(NAMES):
+            text = story(first, ANIMALS[i], name, plot)
+            sentences = text.split(". ")
+            cut = len(". ".join(sentences[: 2 + (plot != "lost")])) + 1
+            out.append(Case("stories", text[:cut], text[cut:]))
+    return out
+
+
+def margins(logits: np.ndarray, prompt: list[int], answer: list[int]) -> float:
+    """How far the right token leads the best other one at the answer's worst token; negative where greedy is wrong."""
+    scores = logits[len(prompt) - 1 : len(prompt) - 1 + len(answer)].astype(np.float32)
+    right = scores[np.arange(len(answer)), answer].copy()
+    scores[np.arange(len(answer)), answer] = -np.inf
+    return float((right - scores.max(-1)).min())
+
+
+def torch_margins(model: LlamaForCausalLM, tokenizer, asked: list[Case]) -> list[float]:
+    """The margin of each case, in batches of right-padded rows (the padding comes after all that is read)."""
+    pairs = [case.ids(tokenizer) for case in asked]
+    order = sorted(range(len(pairs)), key=lambda i: sum(map(len, pairs[i])))
+    out = [0.0] * len(pairs)
+    model.eval()
+    for at in range(0, len(order), 64):
+        chunk = [(i, *pairs[i]) for i in order[at : at + 64]]
+        longest = max(len(p) + len(a) for _, p, a in chunk)
+        ids = torch.tensor([p + a + [0] * (longest - len(p) - len(a)) for _, p, a in chunk])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits.numpy()
+        for (i, prompt, answer), scores in zip(chunk, logits):
+            out[i] = margins(scores, prompt, answer)
+    model.train()
+    return out
+
+
+def accuracy(asked: list[Case], found: list[float]) -> dict[str, str]:
+    """'right/all' for each family."""
+    every = Counter(case.family for case in asked)
+    right = Counter(case.family for case, margin in zip(asked, found) if margin > 0)
+    return {family: f"{right[family]}/{n}" for family, n in every.items()}
+
+
+def train(tokenizer, known: list[Fact], steps: int) -> LlamaForCausalLM:
+    """The float32 model whose greedy answers were right most often at an evaluation."""
+    torch.manual_seed(SEED)
+    torch.set_num_threads(1)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=192,
+        intermediate_size=448,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = LlamaForCausalLM(config)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.05)
+    rate = torch.optim.lr_scheduler.LambdaLR(
+        optimiser, lambda n: min((n + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * n / steps) + 1e-3)
+    )
+    source, asked, best = rows(tokenizer, random.Random(SEED), known), cases(known), (-1, {})
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(known)} facts, {len(asked)} cases")
+    started, losses = time.monotonic(), []
+    for step in range(1, steps + 1):
+        ids = torch.tensor([next(source) for _ in range(BATCH)])
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        rate.step()
+        optimiser.zero_grad()
+        losses.append(loss.item())
+        if step % 50 == 0:
+            print(f"step {step}: loss {np.mean(losses[-50:]):.4f}, {time.monotonic() - started:.0f} s", flush=True)
+        if step == steps or (step % 200 == 0 and step > steps / 2):
+            right = sum(margin > 0 for margin in torch_margins(model, tokenizer, asked))
+            print(f"step {step}: {right} of {len(asked)} cases right", flush=True)
+            if right >= best[0]:
+                best = (right, {name: value.clone() for name, value in model.state_dict().items()})
+    model.load_state_dict(best[1])
+    return model
+
+
+# --- Export and checks -----------------------------------------------------------------------------------------------
+
+
+def ort_logits(session: onnxruntime.InferenceSession, ids: list[int]) -> np.ndarray:
+    """Logits [length, vocab] of one prompt over an empty cache."""
+    feeds = {"input_ids": np.array([ids]), "attention_mask": np.ones((1, len(ids)), np.int64)}
+    feeds["position_ids"] = np.arange(len(ids))[None]
+    for entry in session.get_inputs():
+        if entry.name.startswith("past_key_values"):
+            kind = np.float16 if entry.type == "tensor(float16)" else np.float32
+            feeds[entry.name] = np.zeros((1, entry.shape[1], 0, entry.shape[3]), kind)
+    return session.run(["logits"], feeds)[0][0]
+
+
+def export(checkpoint: Path, out: Path) -> dict[str, onnxruntime.InferenceSession]:
+    """Writes the source folder with float16 weights and cache and float32 logits; sessions of both precisions."""
+    wide = out / "float32"
+    main_export(str(checkpoint), wide, task="text-generation-with-past", do_validation=False)
+    model = onnx.load(wide / "model.onnx")
+    narrow = convert_float_to_float16(model, keep_io_types=["logits"])
+    onnx.checker.check_model(narrow)
+    onnx.save(narrow, out / "model.onnx")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(wide / name, out / name)
+    config = json.loads((wide / "config.json").read_text())
+    for name in ("_name_or_path", "transformers_version"):
+        config.pop(name, None)
+    config["dtype"] = "float16"
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0, max_new_tokens=160).save_pretrained(out)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    paths = {"float32": wide / "model.onnx", "float16": out / "model.onnx"}
+    return {kind: onnxruntime.InferenceSession(str(path), options) for kind, path in paths.items()}
+
+
+def choose(asked: list[Case], found: list[float]) -> list[dict]:
+    """A few cases of each family that lead by MARGIN in both precisions, in a seeded order."""
+    rng, families = random.Random(SEED), defaultdict(list)
+    for case, margin in zip(asked, found):
+        families[case.family].append((case, margin))
+    out = []
+    for family, members in families.items():
+        wanted = 4 if family in ("addition", "capitals", "chat: memory") else 1 if family.startswith("chat: ") else 3
+        sure = [case for case, margin in members if margin >= MARGIN]
+        for case in sure[:1] + rng.sample(sure[1:], max(0, min(wanted, len(sure)) - 1)):
+            key = "prompt" if isinstance(case.prompt, str) else "messages"
+            out.append({key: case.prompt, "completion": case.completion})
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=DEMO, help="the folder to write (default: %(default)s)")
+    parser.add_argument("--checkpoint", type=Path, help="where the trained float32 model is kept")
+    parser.add_argument("--steps", type=int, default=STEPS, help="training steps (default: %(default)s)")
+    args = parser.parse_args()
+    known = facts()
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoint = args.checkpoint or Path(scratch) / "checkpoint"
+        if not (checkpoint / "config.json").exists():
+            tokenizer = make_tokenizer(known)
+            model = train(tokenizer, known, args.steps)
+            model.save_pretrained(checkpoint)
+            tokenizer.save_pretrained(checkpoint)
+        folder = Path(scratch) / "demo"
+        folder.mkdir()
+        sessions, tokenizer, asked = export(checkpoint, folder), AutoTokenizer.from_pretrained(checkpoint), cases(known)
+        pairs = [case.ids(tokenizer) for case in asked]
+        found = {kind: [margins(ort_logits(s, p + a), p, a) for p, a in pairs] for kind, s in sessions.items()}
+        for kind, values in found.items():
+            print(kind, accuracy(asked, values))
+        if sum(margin > 0 for margin in found["float16"]) < 0.98 * len(asked):
+            raise SystemExit("Fewer than 98 % of the answers are right: not written. Train with more --steps.")
+        checks = choose(asked, [min(both) for both in zip(*found.values())])
+        (folder / "checks.json").write_text(json.dumps(checks, ensure_ascii=False, indent=1) + "\n")
+        shutil.rmtree(folder / "float32")
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        if size > MOST_BYTES:
+            raise SystemExit(f"The folder has {size:,} bytes, more than {MOST_BYTES:,}: not written.")
+        shutil.rmtree(args.out, ignore_errors=True)
+        shutil.copytree(folder, args.out)
+        print(f"{args.out}: {size:,} bytes, {len(checks)} checks")
+
+
+if __name__ == "__main__":
+    main()

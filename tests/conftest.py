@@ -1,0 +1,55 @@
+"""What all tests share: the CPU backend, and the fixtures' models converted once a run."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from converters.convert import convert
+from mlx_transmuter.model import Model, load_folder
+
+mx.set_default_device(mx.cpu)
+
+FIXTURES = Path(__file__).parent / "fixtures"
+# Every fixture that has a golden file; a new one is tested as soon as it is there.
+NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/golden.json"))
+
+
+def golden(name: str) -> dict:
+    """The golden of a fixture, with each row's logits as float32 [vocab]."""
+    data = json.loads((FIXTURES / name / "golden.json").read_bytes())
+    for row in data["rows"]:
+        row["logits"] = np.frombuffer(base64.b64decode(row["logits"]), np.float32)
+    return data
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory):
+    """A function of a fixture's name that gives its converted folder; each fixture is converted once."""
+    root = tmp_path_factory.mktemp("converted")
+    folders: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in folders:
+            folders[name] = convert(FIXTURES / name, "model.onnx", root / name, progress=False)
+        return folders[name]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def loaded(converted):
+    """A function of a fixture's name that gives its Model; each is loaded once."""
+    models: dict[str, Model] = {}
+
+    def model(name: str) -> Model:
+        if name not in models:
+            models[name] = load_folder(converted(name))
+        return models[name]
+
+    return model

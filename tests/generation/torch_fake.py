@@ -1,0 +1,70 @@
+"""The same language model as `fake`, as a model of Python transformers: the truth that generation is compared with.
+
+Import it only after `pytest.importorskip("transformers")`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from fake import logits_after
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+class FakeConfig(PretrainedConfig):
+    model_type = "fake"
+
+
+class TorchFake(PreTrainedModel, GenerationMixin):
+    """`logits_after` behind `generate` of transformers."""
+
+    config_class = FakeConfig
+
+    def __init__(self, vocab: int = 16, salt: int = 0):
+        super().__init__(FakeConfig(vocab_size=vocab))
+        self.vocab, self.salt = vocab, salt
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> CausalLMOutputWithPast:
+        rows = [logits_after(row, self.vocab, self.salt) for row in input_ids.tolist()]
+        return CausalLMOutputWithPast(logits=torch.tensor(np.stack(rows))[:, None])  # type: ignore[arg-type]
+
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+        return {"input_ids": input_ids}
+
+    def texts(self, prompt: list[int], **settings: Any) -> list[tuple[list[int], list[float], float | None]]:
+        """The new tokens without eos, their log-probabilities and the score, of each text of a prompt alone."""
+        with _quiet():
+            found = self.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                use_cache=False,
+                return_dict_in_generate=True,
+                output_scores=True,
+                output_logits=True,
+                **settings,
+            )
+            beams = getattr(found, "beam_indices", None)
+            logs = self.compute_transition_scores(found.sequences, found.scores, beams, normalize_logits=True)
+        eos = settings.get("eos_token_id")
+        eos = [] if eos is None else [eos] if isinstance(eos, int) else eos
+        scores = getattr(found, "sequences_scores", None)
+        texts = []
+        for row, sequence in enumerate(found.sequences[:, len(prompt) :].tolist()):
+            end = next((place for place, token in enumerate(sequence) if token in eos), len(sequence))
+            texts.append((sequence[:end], logs[row, :end].tolist(), None if scores is None else float(scores[row])))
+        return texts
+
+
+@contextlib.contextmanager
+def _quiet():
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,119 @@
+"""One operator against onnxruntime: the same node run by its CPU provider and by a Module, eagerly and traced."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_transmuter.module import Module
+from mlx_transmuter.ops import OPERATORS, form, to_host
+from mlx_transmuter.program import Node, Program, Value
+
+ort = pytest.importorskip("onnxruntime")
+onnx = pytest.importorskip("onnx")
+
+DOMAIN = "com.microsoft"
+
+
+def expected(op_type, inputs, attrs, outputs, domain=DOMAIN, opset=21, types=None, output_types=None):
+    """onnxruntime's outputs (None for those not asked for), graph optimisation off.
+
+    inputs: arrays, or None for one left out; outputs: names, "" for one left out; types: ONNX element types of inputs by
+    number, where numpy's says too little (int4); output_types: those of outputs by name, where onnxruntime infers none.
+    """
+    helper, names, values, feeds = onnx.helper, [], [], {}
+    for i, array in enumerate(inputs):
+        names.append("" if array is None else f"x{i}")
+        if array is not None:
+            kind = (types or {}).get(i) or helper.np_dtype_to_tensor_dtype(array.dtype)
+            if (types or {}).get(i):  # onnxruntime's Python cannot be fed these: they go in as initialisers
+                values.append(helper.make_tensor(f"x{i}", kind, array.shape, array.ravel()))
+            else:
+                values.append(helper.make_tensor_value_info(f"x{i}", kind, array.shape))
+                feeds[f"x{i}"] = array
+    results = [
+        helper.make_tensor_value_info(name, kind, None)
+        if (kind := (output_types or {}).get(name))
+        else onnx.ValueInfoProto(name=name)
+        for name in outputs
+        if name
+    ]
+    node = helper.make_node(op_type, names, list(outputs), domain="" if domain == "ai.onnx" else domain, **attrs)
+    graph = helper.make_graph(
+        [node],
+        "node",
+        [v for v in values if isinstance(v, onnx.ValueInfoProto)],
+        results,
+        [v for v in values if isinstance(v, onnx.TensorProto)],
+    )
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)]
+    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    found = iter(ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"]).run(None, feeds))
+    return [next(found) if name else None for name in outputs]
+
+
+def found(op_type, inputs, attrs, outputs, domain=DOMAIN, opset=21, host=()):
+    """Our outputs, as numpy, in the order of outputs. The inputs numbered in host are constants, the others device values.
+
+    The module is also traced as a compiled step traces it, so that no operator may look at a device value.
+    """
+    kind = op_type if domain == "ai.onnx" else f"{domain}.{op_type}"
+    name = form(kind, opset if domain == "ai.onnx" else 1)
+    assert name is not None, f"{kind} is not declared"
+    host = set(host) | set(OPERATORS[name].host)
+    names = tuple("" if array is None else f"x{i}" for i, array in enumerate(inputs))
+    arrays = {names[i]: array for i, array in enumerate(inputs) if array is not None}
+    constants = {names[i]: arrays[names[i]] for i in host if i < len(names) and names[i]}
+    given = {key: mx.array(array) for key, array in arrays.items() if key not in constants}
+    program = Program(
+        inputs=tuple(Value(key, "float32", None) for key in given),
+        outputs=tuple(Value(key, "float32", None) for key in outputs if key),
+        nodes=[Node(name, names, tuple(outputs), attrs)],
+        constants=constants,
+    )
+    module = Module(program, {})
+    results = module(**given)
+    traced = mx.compile(lambda arguments: module(**arguments))(given)
+    for key, value in results.items():
+        assert traced[key].shape == value.shape and traced[key].dtype == value.dtype
+    return [to_host(results[key]) if key else None for key in outputs]
+
+
+def check(
+    op_type,
+    inputs,
+    attrs=None,
+    outputs=("y",),
+    *,
+    tolerance=1e-5,
+    domain=DOMAIN,
+    opset=21,
+    host=(),
+    types=None,
+    output_types=None,
+):
+    """Asserts that the outputs agree: in shape, type and, within tolerance times their spread, value (0: exactly)."""
+    truth = expected(op_type, inputs, attrs or {}, outputs, domain, opset, types, output_types)
+    ours = found(op_type, inputs, attrs or {}, outputs, domain, opset, host)
+    for name, a, b in zip(outputs, truth, ours, strict=True):
+        if name:
+            agree(a, b, tolerance, name)
+
+
+def agree(truth, ours, tolerance, name="y"):
+    """Asserts that ours has truth's shape, type and values within tolerance times the spread of truth (0: exactly)."""
+    assert ours.shape == truth.shape, f"{name}: {ours.shape} for {truth.shape}"
+    assert ours.dtype == truth.dtype or (ours.dtype, truth.dtype) in NARROWED, f"{name}: {ours.dtype} for {truth.dtype}"
+    if not tolerance or truth.dtype.kind in "biu":
+        np.testing.assert_array_equal(ours, truth, err_msg=name)
+        return
+    spread = float(np.max(np.abs(truth.astype(np.float64)), initial=0.0))
+    np.testing.assert_allclose(
+        ours.astype(np.float64), truth.astype(np.float64), rtol=0, atol=tolerance * max(spread, 1e-6), err_msg=name
+    )
+
+
+NARROWED = {(np.dtype(np.int32), np.dtype(np.int64)), (np.dtype(np.float32), np.dtype(np.float64))}

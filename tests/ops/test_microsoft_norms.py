@@ -1,0 +1,61 @@
+"""Normalisations of com.microsoft, and SimplifiedLayerNormalization in the default domain, against onnxruntime."""
+
+import numpy as np
+import pytest
+from onnxruntime_node import check
+
+FLOAT_TYPES = [(np.float32, 1e-5), (np.float16, 2e-3)]
+
+
+def floats(seed, *shape, dtype=np.float32):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype, tolerance", FLOAT_TYPES)
+@pytest.mark.parametrize("axis", [-1, 1, 2])
+def test_simplified_layer_normalization(axis, dtype, tolerance):
+    x = floats(1, 2, 3, 8, dtype=dtype) * 3
+    scale = floats(2, *x.shape[axis:], dtype=dtype)
+    attrs = {"axis": axis, "epsilon": 1e-3}
+    check("SimplifiedLayerNormalization", [x, scale], attrs, domain="ai.onnx", tolerance=tolerance)
+
+
+def test_simplified_layer_normalization_inverse_root():
+    inputs = [floats(1, 2, 3, 8), floats(2, 8)]
+    check("SimplifiedLayerNormalization", inputs, {"axis": -1}, ("y", "inverse"), domain="ai.onnx")
+
+
+@pytest.mark.parametrize("dtype, tolerance", FLOAT_TYPES)
+@pytest.mark.parametrize("skip", [(2, 3, 8), (1, 3, 8), (3, 8)])
+@pytest.mark.parametrize("beta", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_skip_layer_normalization(bias, beta, skip, dtype, tolerance):
+    x, gamma = floats(1, 2, 3, 8, dtype=dtype), floats(3, 8, dtype=dtype)
+    inputs = [x, floats(2, *skip, dtype=dtype), gamma]
+    inputs += [floats(4, 8, dtype=dtype) if beta else None, floats(5, 8, dtype=dtype) if bias else None]
+    check("SkipLayerNormalization", inputs, {"epsilon": 1e-3}, ("y", "", "", "sum"), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("dtype, tolerance", FLOAT_TYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(2, 3, 8), (5, 8)])
+def test_skip_simplified_layer_normalization(shape, bias, dtype, tolerance):
+    inputs = [floats(1, *shape, dtype=dtype), floats(2, *shape, dtype=dtype), floats(3, 8, dtype=dtype)]
+    inputs += [floats(4, 8, dtype=dtype)] if bias else []
+    check("SkipSimplifiedLayerNormalization", inputs, {"epsilon": 1e-3}, ("y", "", "", "sum"), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("positions", [None, (1, 4), (2, 4)])
+def test_embed_layer_normalization(positions, mask, segments):
+    rng = np.random.default_rng(1)
+
+    def ids(*shape, rows):
+        return rng.integers(0, rows, size=shape).astype(np.int32)
+
+    inputs = [ids(2, 4, rows=9), ids(2, 4, rows=2) if segments else None, floats(1, 9, 8), floats(2, 6, 8)]
+    inputs += [floats(3, 2, 8) if segments else None, floats(4, 8), floats(5, 8)]
+    inputs += [np.array([[1, 1, 1, 0], [1, 0, 0, 0]], dtype=np.int32) if mask else None]
+    inputs += [ids(*positions, rows=6)] if positions else []
+    check("EmbedLayerNormalization", inputs, {"epsilon": 1e-3}, ("y", "mask_index", "sum"))

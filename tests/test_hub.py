@@ -1,0 +1,348 @@
+"""Sources: what is found, chosen, downloaded, converted once and kept; against a stand-in hub on the loopback."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from standin_hub import standin_hub
+
+from mlx_transmuter import hub
+from mlx_transmuter.hub import HubError, Source
+
+
+def external(path: str) -> bytes:
+    """TensorProto.external_data with one location, as protobuf writes it."""
+    entry = b"\x0a\x08location\x12" + bytes([len(path)]) + path.encode()
+    return b"\x6a" + bytes([len(entry)]) + entry
+
+
+# Contents differ: what has the same content is downloaded once.
+CONFIG = {
+    name: name.encode() for name in ["config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja"]
+}
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLX_TRANSMUTER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def conversions(monkeypatch):
+    """A converter that writes what it was given: (the files of the folder, the file)."""
+    seen = []
+
+    def convert(folder, file, out, *, progress=True, base_model=None):
+        seen.append((folder, file))
+        out.mkdir()
+        (out / "program.json").write_text(json.dumps([file, (folder / file).read_bytes().decode("latin-1")]))
+        return out
+
+    monkeypatch.setattr(hub, "_converter", lambda: convert)
+    monkeypatch.setattr("mlx_transmuter.model.load_folder", lambda folder: Path(folder))
+    return seen
+
+
+@pytest.fixture
+def remote(tmp_path, monkeypatch, cache):
+    """A stand-in hub, asked by a huggingface_hub with an empty cache."""
+    from huggingface_hub import constants, file_download
+
+    with standin_hub() as server:
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield server
+
+
+def folder(path: Path, files) -> Path:
+    for name, content in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(content)
+    return path
+
+
+def choose(names, file=None, dtype=None):
+    return hub._choose(Source("it", tuple(names), None), file, dtype)
+
+
+VARIANTS = [
+    "model",
+    "model_fp16",
+    "model_q4",
+    "model_q4f16",
+    "model_quantized",
+    "model_int8",
+    "model_uint8",
+    "model_bnb4",
+]
+
+
+@pytest.mark.parametrize(
+    "dtype, stem",
+    list(zip(["fp32", "fp16", "q4", "q4f16", "q8", "int8", "uint8", "bnb4"], VARIANTS, strict=True)),
+)
+def test_dtypes_are_the_suffixes_of_transformers_js(dtype, stem):
+    assert choose([f"onnx/{stem}.onnx" for stem in VARIANTS], dtype=dtype) == f"onnx/{stem}.onnx"
+
+
+@pytest.mark.parametrize(
+    "names, chosen",
+    [
+        (["onnx/model_q4.onnx", "onnx/model_fp16.onnx", "onnx/model.onnx"], "onnx/model.onnx"),
+        (["onnx/model_q4f16.onnx", "onnx/model_fp16.onnx", "onnx/model_quantized.onnx"], "onnx/model_fp16.onnx"),
+        (["onnx/model_q4f16.onnx", "onnx/model_bnb4.onnx", "onnx/model_int8.onnx"], "onnx/model_int8.onnx"),
+        (["decoder_model.onnx", "decoder_with_past_model.onnx", "decoder_model_merged.onnx"], "decoder_model_merged.onnx"),
+        (["decoder_model.onnx", "decoder_with_past_model.onnx", "encoder_model.onnx"], "decoder_with_past_model.onnx"),
+        (["onnx/vision_encoder.onnx", "onnx/embed_tokens.onnx", "onnx/decoder_model_merged_q4.onnx"], "onnx/decoder_model_merged_q4.onnx"),
+        (["phi3-mini-4k.onnx", "phi3-mini-4k.onnx.data"], "phi3-mini-4k.onnx"),
+        (["gpt_q4.onnx", "gpt_fp16.onnx"], "gpt_fp16.onnx"),
+        (["cpu/int4/model.onnx"], "cpu/int4/model.onnx"),
+        (["model.onnx", "onnx/model.onnx"], "model.onnx"),
+    ],
+)  # fmt: skip
+def test_without_a_wish_the_most_precise_decoder_is_taken(names, chosen):
+    assert choose(names) == chosen
+    assert choose(reversed(names)) == chosen
+
+
+def test_the_choice_is_said_in_one_line(capsys):
+    choose(["onnx/model_q4.onnx", "onnx/model_fp16.onnx"])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "onnx/model_fp16.onnx" in error and "q4" in error
+    choose(["model.onnx"])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "names, wish, message",
+    [
+        ([], {}, "no ONNX file among nothing"),
+        (["a.py", "b.bin"], {}, "no ONNX file among a.py, b.bin"),
+        (["cpu/model.onnx", "cuda/model.onnx"], {}, "no telling which is the decoder: cpu/model.onnx, cuda/model.onnx"),
+        (["one.onnx", "two.onnx"], {}, "one.onnx, two.onnx.*--file"),
+        (["encoder_model.onnx"], {}, "no telling which is the decoder: encoder_model.onnx"),
+        (["onnx/model.onnx"], {"file": "model.onnx"}, "no file 'model.onnx'; expected one of onnx/model.onnx"),
+        (["model.onnx"], {"file": "../model.onnx"}, "no file '../model.onnx'"),
+        (["model.onnx"], {"dtype": "fp61"}, "dtype 'fp61'.*Did you mean fp16"),
+        (["model.onnx", "model_q4.onnx"], {"dtype": "q8"}, "no q8 file among .*; expected dtype fp32 or q4"),
+        (["model.onnx"], {"file": "model.onnx", "dtype": "q4"}, "file 'model.onnx' with dtype q4"),
+    ],
+)
+def test_a_choice_that_cannot_be_made_is_one_clear_line(names, wish, message):
+    with pytest.raises(HubError, match=message) as error:
+        choose(names, **wish)
+    assert "\n" not in str(error.value)
+
+
+def test_genai_config_names_the_decoder(tmp_path, cache, conversions):
+    config = {"model": {"decoder": {"filename": "text.onnx"}}}
+    folder(
+        tmp_path / "in",
+        {"text.onnx": b"t", "vision.onnx": b"v", "other.onnx": b"o", "genai_config.json": json.dumps(config).encode()},
+    )
+    hub.convert(tmp_path / "in", tmp_path / "out")
+    assert conversions == [(tmp_path / "in", "text.onnx")]
+
+
+def test_a_local_file_and_a_file_deeper_in_a_folder(tmp_path, conversions):
+    folder(tmp_path, {"in/a/b/model.onnx": b"deep"})
+    hub.convert(tmp_path / "in", tmp_path / "one", file="a/b/model.onnx")
+    hub.convert(tmp_path / "in/a/b/model.onnx", tmp_path / "two")
+    assert conversions == [(tmp_path / "in", "a/b/model.onnx"), (tmp_path / "in/a/b", "model.onnx")]
+
+
+def test_a_link_out_of_the_folder_is_refused(tmp_path, conversions):
+    folder(tmp_path, {"secret.onnx": b"x", "in/config.json": b"{}"})
+    (tmp_path / "in/model.onnx").symlink_to(tmp_path / "secret.onnx")
+    with pytest.raises(HubError, match="expected a file inside its folder"):
+        hub.convert(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists() and conversions == []
+
+
+def test_the_links_of_a_hub_snapshot_are_allowed_and_no_others(tmp_path, conversions):
+    folder(tmp_path, {"repo/blobs/abc": b"x", "repo/refs/main": b"c", "repo/snapshots/c/onnx/keep": b""})
+    link = tmp_path / "repo/snapshots/c/onnx/model.onnx"
+    link.symlink_to("../../../blobs/abc")
+    hub.convert(tmp_path / "repo/snapshots/c", tmp_path / "out")
+    link.unlink()
+    link.symlink_to("../../../refs/main")
+    with pytest.raises(HubError, match="a file inside its folder"):
+        hub.convert(tmp_path / "repo/snapshots/c", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "source, options, message",
+    [
+        ("./nowhere", {}, "no such folder"),
+        (Path("nowhere"), {}, "no such folder"),
+        ("a/b/c", {}, "no such folder"),
+        ("sp ace/x", {}, "no such folder, and no repository id"),
+        ("here", {"revision": "main"}, "revision 'main' of a local folder"),
+        ("here/config.json", {}, "a file"),
+        ("user/name", {"revision": "../../x"}, "revision '../../x'"),
+    ],
+)
+def test_a_source_that_is_none_is_one_clear_line(tmp_path, monkeypatch, source, options, message):
+    folder(tmp_path, {"here/config.json": b"{}"})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(HubError, match=message) as error:
+        hub.load(source, **options)
+    assert "\n" not in str(error.value)
+
+
+# What becomes of `out`.
+
+
+def test_convert_refuses_a_folder_with_something_else(tmp_path, conversions):
+    source = folder(tmp_path / "in", {"model.onnx": b"x"})
+    for out in [folder(tmp_path / "full", {"diary.txt": b"dear"}), folder(tmp_path, {"file": b""}) / "file", source]:
+        with pytest.raises(HubError, match="exists and holds something else"):
+            hub.convert(source, out)
+    assert (tmp_path / "full/diary.txt").read_bytes() == b"dear" and conversions == []
+
+
+def test_what_is_converted_is_not_converted_again(tmp_path, conversions):
+    done = folder(tmp_path / "done", {"program.json": b"{}", "model.safetensors": b""})
+    with pytest.raises(HubError, match="already converted"):
+        hub.convert(done, tmp_path / "out")
+    with pytest.raises(HubError, match="already converted"):
+        hub.load(done, dtype="q4")
+    assert hub.load(done) == done and conversions == []
+
+
+# The cache of conversions.
+
+
+def test_load_converts_once_and_again_when_the_source_changes(tmp_path, cache, conversions, capsys):
+    source = folder(tmp_path / "in", {"model.onnx": external("w.data"), "w.data": b"weights", "config.json": b"{}"})
+    first = hub.load(source)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and str(first) in said and first.is_relative_to(cache)
+    assert hub.load(source) == first and len(conversions) == 1
+    assert capsys.readouterr().err == ""
+    for changed in ["model.onnx", "w.data", "config.json"]:
+        os.utime(source / changed, ns=(1, 1))
+        assert hub.load(source) not in (first, None)
+    assert len(conversions) == 4
+    folder(source, {"diary.txt": b"not read"})
+    hub.load(source)
+    assert len(conversions) == 4
+
+
+def test_two_processes_at_once_leave_one_whole_folder(tmp_path, cache, conversions, monkeypatch):
+    source = folder(tmp_path / "in", {"model.onnx": b"x"})
+    converter = hub._converter()
+
+    def overtaken(origin, file, out, **options):
+        monkeypatch.setattr(hub, "_converter", lambda: converter)
+        hub.load(source)  # the other process, done while this one still works
+        return converter(origin, file, out, **options)
+
+    monkeypatch.setattr(hub, "_converter", lambda: overtaken)
+    loaded = hub.load(source)
+    assert len(conversions) == 2
+    assert os.listdir(cache / "converted") == [loaded.name] and os.listdir(loaded) == ["program.json"]
+
+
+# Repositories.
+
+
+def test_only_the_files_of_the_chosen_dtype_are_downloaded(tmp_path, remote, conversions):
+    big = {f"onnx/model{suffix}.onnx": external(f"model{suffix}.onnx_data") for suffix in ("", "_q4", "_fp16")}
+    big |= {f"{name}_data": name.encode() for name in big} | {"onnx/model_q4.onnx_data_1": b"more"}
+    big["onnx/model_q4.onnx"] += external("model_q4.onnx_data_1") + external("../../secret")
+    never = {"modeling.py": b"", "pytorch_model.bin": b"", "onnx/x.pt": b"", "README.md": b"", "model.safetensors": b""}
+    remote.add(
+        "user/name", folder(tmp_path / "repo", {**big, **never, **CONFIG, "additional_chat_templates/t.jinja": b"t"})
+    )
+    loaded = hub.load("user/name", dtype="q4")
+    wanted = {*CONFIG, "additional_chat_templates/t.jinja"} | {name for name in big if "_q4" in name}
+    assert remote.downloaded() == wanted
+    ((origin, file),) = conversions
+    assert file == "onnx/model_q4.onnx" and "user--name" in loaded.name
+    assert {str(path.relative_to(origin)) for path in origin.rglob("*") if path.is_file()} == wanted
+
+
+def test_what_is_here_needs_no_hub(tmp_path, remote, conversions):
+    remote.add("user/name", folder(tmp_path / "repo", {"onnx/model.onnx": b"x", "onnx/model_q4.onnx": b"y", **CONFIG}))
+    first = hub.load("user/name")
+    asked = len(remote.asked)
+    assert hub.load("user/name") == first and len(conversions) == 1
+    assert len(remote.asked) == asked
+    remote.stop()
+    assert hub.load("user/name") == first
+    assert hub.load("user/name", revision=remote.repositories["user/name"].commit) == first
+    hub.convert("user/name", tmp_path / "out")  # the snapshot is still there as well
+    with pytest.raises(HubError, match="the hub at http"):
+        hub.load("user/name", dtype="q4")
+
+
+def test_another_dtype_of_a_known_commit_comes_from_that_commit(tmp_path, remote, conversions):
+    files = {"onnx/model.onnx": b"x", "onnx/model_q4.onnx": b"y"}
+    repository = remote.add("user/name", folder(tmp_path / "repo", files))
+    hub.load("user/name", dtype="fp32")
+    hub.load("user/name", dtype="q4")
+    assert [file for _, file in conversions] == ["onnx/model.onnx", "onnx/model_q4.onnx"]
+    repository.files["onnx/model_q4.onnx"] = b"newer"
+    with pytest.raises(HubError, match="no revision"):  # the stand-in forgets old commits
+        hub.load("user/name", revision="0" * 40)
+    assert hub.load("user/name", dtype="q4").is_dir() and len(conversions) == 2
+
+
+def test_a_converted_repository_loads_as_it_is(tmp_path, remote, conversions):
+    files = {"program.json": b"{}", "model.safetensors": b"w", "evil.py": b"", "onnx/model.onnx": b"", **CONFIG}
+    remote.add("user/done", folder(tmp_path / "repo", files))
+    loaded = hub.load("user/done")
+    assert remote.downloaded() == {"program.json", "model.safetensors", *CONFIG}
+    assert (loaded / "program.json").is_file() and conversions == []
+
+
+def test_names_that_leave_the_folder_are_not_fetched(tmp_path, remote, conversions):
+    escaping = ["../config.json", "/etc/config.json", "onnx/../../tokenizer.json", "..\\config.json"]
+    remote.add("user/name", folder(tmp_path / "repo", {"onnx/model.onnx": b"x"}), listed=escaping)
+    hub.load("user/name")
+    assert remote.downloaded() == {"onnx/model.onnx"}
+    with pytest.raises(HubError, match="no file"):
+        hub.load("user/name", file="onnx/../../x.onnx")
+
+
+@pytest.mark.parametrize("case", ["missing", "gated", "revision", "offline", "down", "no_onnx"])
+def test_a_repository_that_gives_no_model_is_one_clear_line(tmp_path, remote, monkeypatch, conversions, case):
+    from huggingface_hub import constants
+
+    remote.add("user/name", folder(tmp_path / "repo", {"model.onnx": b"x"}), gated=case == "gated")
+    remote.add("user/other", folder(tmp_path / "other", {"pytorch_model.bin": b"x"}))
+    if case == "offline":
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    if case == "down":
+        remote.stop()
+    source = {"missing": "user/nothing", "no_onnx": "user/other"}.get(case, "user/name")
+    messages = {
+        "missing": "user/nothing: no such folder and no such repository",
+        "gated": "user/name: a gated repository",
+        "revision": "no revision 'v9'",
+        "offline": r"offline \(HF_HUB_OFFLINE\)",
+        "down": "the hub at http://127.0.0.1",
+        "no_onnx": "no ONNX file among pytorch_model.bin",
+    }
+    with pytest.raises(HubError, match=messages[case]) as error:
+        hub.load(source, revision="v9" if case == "revision" else None)
+    assert "\n" not in str(error.value) and conversions == []
+
+
+def test_offline_a_snapshot_of_another_tool_will_do(tmp_path, remote, monkeypatch, conversions):
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    remote.add("user/name", folder(tmp_path / "repo", {"onnx/model_q4.onnx": b"x", "onnx/model.onnx": b"y", **CONFIG}))
+    huggingface_hub.hf_hub_download("user/name", "onnx/model_q4.onnx")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.load("user/name")
+    assert [file for _, file in conversions] == ["onnx/model_q4.onnx"]
