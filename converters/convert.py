@@ -95,10 +95,9 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
         if found is not None:
             shutil.copyfile(found, folder / name)
     config = read_json(folder / "config.json")
-    vocab = _vocabulary(graph, signature, path)
-    _check_tokenizer(folder, vocab, path)
+    _check_tokenizer(folder, signature.vocab, path)
     lengths = _proof_lengths(config)
-    case = prove.Case.random(vocab, lengths)
+    case = prove.Case.random(signature.vocab, lengths)
     limit = _tolerance(graph)
     order = ORDER
     while True:
@@ -128,14 +127,6 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
     program.save(folder / PROGRAM)
     load_module(folder)
     (folder / "README.md").write_text(card(program, config, folder), encoding="utf-8")
-
-
-def _vocabulary(program: Program, signature: Signature, path: Path) -> int:
-    shape = program.output(signature.logits).shape  # type: ignore[union-attr]
-    size = shape[-1] if shape else None
-    if not isinstance(size, int) or size < 2:
-        raise ConvertError(path, f"logits of shape {list(shape or ())}", "a vocabulary of a fixed size")
-    return size
 
 
 def _check_tokenizer(folder: Path, vocab: int, path: Path) -> None:

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops
-from mlx_transmuter.cache import CacheIndex, Pools
+from mlx_transmuter.cache import CacheIndex, Pools, Slots
 from mlx_transmuter.module import Module
 from mlx_transmuter.signature import Entry, Mode, Signature, declared_mode
 
@@ -38,31 +38,22 @@ def bucket(length: int) -> int:
 class Decoder:
     """The compiled step functions of `module` for batches of `rows` rows.
 
-    given: arrays of the graph's other inputs (an encoder's outputs), with one row for each row. mode: the cache mode, by
-    default the one that the conversion found. Raises DecoderError for a graph whose inputs it cannot give.
+    mode: the cache mode, by default the one that the conversion found. max_positions: the most tokens of a row, by default
+    what the model's configuration said. Raises SignatureError for a module that is no decoder.
     """
 
-    def __init__(
-        self, module: Module, rows: int, *, given: Mapping[str, mx.array] | None = None, mode: Mode | None = None,
-        max_positions: int | None = None,
-    ):  # fmt: skip
+    def __init__(self, module: Module, rows: int, *, mode: Mode | None = None, max_positions: int | None = None):
         if rows < 1:
             raise DecoderError(f"{rows} rows", "at least one row")
         self.module, self.rows = module, rows
         program = module.program
         self.signature = Signature.of(program)
-        self.given = dict(given or {})
-        if missing := [name for name in self.signature.given if name not in self.given]:
-            raise DecoderError(f"no value for the inputs {', '.join(missing)}", "every input of the graph", "give them as `given`")
         self.mode: Mode = mode or program.meta.get("cache_mode") or declared_mode(program, self.signature)
-        self.max_positions = max_positions
-        logits = program.output(self.signature.logits)
-        assert logits is not None
-        size = logits.shape[-1] if logits.shape else None
-        self.vocab = size if isinstance(size, int) else self._find_vocab()
+        self.max_positions: int | None = max_positions or program.meta.get("max_positions")
+        self.vocab = self.signature.vocab
         self.compilations = 0
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
-        mx.eval(module.parameters())  # a captured weight that was never evaluated would be read anew at each call
+        mx.eval(module.parameters())  # a captured weight that was never evaluated would be computed anew at each call
 
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:
         """The rows that may share a run, by their prompts' lengths; rows of length 0 are in none.
@@ -75,11 +66,21 @@ class Decoder:
                 found.setdefault(length if self.mode == "grow" else 0, []).append(row)
         return list(found.values())
 
-    def begin(self, total: Sequence[int]) -> Run:
-        """A run without tokens. total: the most tokens that each row will hold; 0 for a padding row."""
+    def begin(
+        self, total: Sequence[int], inputs: Mapping[str, mx.array] | None = None, *, paged: bool = False, block: int = 1
+    ) -> Run:
+        """A run without tokens.
+
+        total: the most tokens that each row will hold, 0 for a padding row. inputs: arrays of the graph's other inputs (an
+        encoder's outputs), one row for each row. paged: slots are handed out in pages of `block`, so that rows can fork;
+        otherwise each row has one run of slots. Raises DecoderError for a wrong number of rows or an input that lacks.
+        """
         if len(total) != self.rows:
             raise DecoderError(f"{len(total)} rows", f"{self.rows}")
-        return Run(self, total)
+        given = dict(inputs or {})
+        if given.keys() != set(self.signature.given):
+            raise DecoderError(f"the inputs {sorted(given)}", f"the graph's {sorted(self.signature.given)}")
+        return Run(self, total, given, block if paged else None)
 
     def compiled(self, key: tuple[Any, ...], make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         """The compiled function of that key, made and counted at its first use."""
@@ -88,36 +89,31 @@ class Decoder:
             self._compiled[key] = mx.compile(make())
         return self._compiled[key]
 
-    def step_function(self, seq: int, context: int) -> Callable[..., Any]:
+    def step_function(self, seq: int, context: int, placed: bool) -> Callable[..., Any]:
         """The function of a step of `seq` tokens over `context` columns of the cache (see `_step`)."""
         steps = {"append": _append, "in_place": _in_place, "grow": _grow}
-        return self.compiled((self.mode, seq, context), lambda: _step(self, steps[self.mode], seq, context))
+        return self.compiled((self.mode, seq, context, placed), lambda: _step(self, steps[self.mode], seq, context))
 
     def write_function(self, seq: int, context: int) -> Callable[..., Any]:
         """The function that writes the keys and values of `seq` tokens into the pools."""
         return self.compiled(("write", seq, context), lambda: _write(self.signature.entries))
 
-    def _find_vocab(self) -> int:
-        raise DecoderError("logits whose last axis has no fixed size", "a graph that fixes the size of its vocabulary")
-
 
 class Run:
     """One generation of a decoder's rows: it owns their pools and knows which slot holds which position of each row."""
 
-    def __init__(self, decoder: Decoder, total: Sequence[int]):
-        self.decoder = decoder
-        rows = decoder.rows
-        self.capacity = max(1, *total)
-        self.lengths = np.zeros(rows, np.int32)
-        self.table = np.full((rows, bucket(self.capacity)), -1, np.int32)
-        self.slots = 0
-        for row, size in enumerate(total):
-            self.table[row, :size] = np.arange(self.slots, self.slots + size)
-            self.slots += size
-        self.slots = max(1, self.slots)
+    def __init__(self, decoder: Decoder, total: Sequence[int], given: Mapping[str, mx.array], block: int | None):
+        self.decoder, self.given = decoder, given
+        self.total = np.asarray(total, np.int32)
+        self.lengths = np.zeros(decoder.rows, np.int32)
+        # Without pages each row is one block, so its slots are one run.
+        block = block or max(1, int(self.total.max()))
+        self.slots = Slots(sum(-(-int(size) // block) * block for size in total) or block, block)
+        self._rows: list[int | None] = [self.slots.open()[0] if size else None for size in total]
         entries = decoder.signature.entries
         self.pools = Pools(
-            [mx.zeros((e.heads * self.slots, e.dim), ops.device_dtype(e.dtype)) for e in entries], slots=self.slots
+            [mx.zeros((e.heads * self.slots.slots, e.dim), ops.device_dtype(e.dtype)) for e in entries],
+            slots=self.slots.slots,
         )
         self._pending: tuple[list[mx.array], mx.array, mx.array] | None = None
         self.copies = 0
@@ -131,35 +127,49 @@ class Run:
         default each token's index in its row. Raises DecoderError for a row that would hold more tokens than it said.
         """
         decoder = self.decoder
-        tokens = mx.array(tokens) if not isinstance(tokens, mx.array) else tokens
+        tokens = tokens if isinstance(tokens, mx.array) else mx.array(tokens)
         rows, seq = tokens.shape[:2]
-        counts_ = np.asarray(counts, np.int32)
-        if rows != decoder.rows or counts_.shape != (rows,) or counts_.min() < 0 or counts_.max() > seq:
-            raise DecoderError(f"tokens {list(tokens.shape)} and counts {list(counts)}", f"{decoder.rows} rows and 0 to seq tokens")
+        new = np.asarray(counts, np.int32)
+        if rows != decoder.rows or new.shape != (rows,) or new.min() < 0 or new.max() > seq:
+            found = f"tokens {list(tokens.shape)} and counts {list(counts)}"
+            raise DecoderError(found, f"{decoder.rows} rows, and from 0 to all of a row's tokens real")
+        if (self.lengths + new > self.total).any():
+            raise DecoderError(f"rows of {(self.lengths + new).tolist()} tokens", f"at most {self.total.tolist()}")
         length = int(self.lengths.max())
-        if decoder.mode == "grow" and len({int(n) for n, c in zip(self.lengths, counts_, strict=True) if c}) > 1:
-            raise DecoderError(f"rows of lengths {self.lengths.tolist()}", "rows of one length in the mode grow")
-        self._flush()
-        if decoder.mode == "grow":
-            context = width = length
-        else:
-            context = width = bucket(length + seq if decoder.mode == "in_place" else length)
-        table = mx.array(self._columns(width))
+        if decoder.mode == "grow" and (self.lengths[new > 0] != length).any():
+            raise DecoderError(f"rows of {self.lengths.tolist()} tokens", "rows of one length where the cache grows")
+        self._write_pending()
+        context = length if decoder.mode == "grow" else bucket(length + seq if decoder.mode == "in_place" else length)
         lengths = mx.array(np.full(rows, length, np.int32) if decoder.mode == "grow" else self.lengths)
-        step = decoder.step_function(seq, context)
-        extra = [] if positions is None else [mx.array(positions)]
-        logits, news = step(self.pools.arrays, tokens, lengths, mx.array(counts_), table, list(decoder.given.values()), extra)
-        places = np.where(np.arange(seq) < counts_[:, None], self.lengths[:, None] + np.arange(seq), -1).astype(np.int32)
-        self.lengths = self.lengths + counts_
-        if int(self.lengths.max()) > self.capacity:
-            raise DecoderError(f"{int(self.lengths.max())} tokens in a row", f"at most {self.capacity}")
-        wide = self._columns(bucket(int(self.lengths.max())))
-        self._pending = (news, mx.array(places), mx.array(wide))
+        past = mx.array(self._table(max(1, context)))
+        step = decoder.step_function(seq, context, positions is not None)
+        logits, news = step(
+            self.pools.arrays, tokens, lengths, mx.array(new), past, self.given, None if positions is None else mx.array(positions)
+        )
+        places = self.lengths[:, None] + np.arange(seq, dtype=np.int32)
+        places = np.where(np.arange(seq) < new[:, None], places, -1).astype(np.int32)
+        for row, count in zip(self._rows, new.tolist(), strict=True):
+            if count:
+                assert row is not None
+                copies = self.slots.append(row, count)
+                self._move(copies)
+        self.lengths = self.lengths + new
+        self._pending = news, mx.array(places), mx.array(self._table(bucket(int(self.lengths.max()))))
         return logits
 
     def fork(self, parents: Sequence[int]) -> None:
-        """From now on row r continues after the tokens of row parents[r]. No key or value moves: rows share slots."""
-        raise NotImplementedError
+        """From now on row r continues after the tokens of row parents[r]: the rows share slots, and nothing moves.
+
+        In pages of several slots, the last one, partly filled, is copied when a row writes on; `copies` counts its slots.
+        """
+        self._write_pending()
+        forked = [self._forked(parent) for parent in parents]
+        for row in self._rows:
+            if row is not None:
+                self.slots.free(row)
+        self._rows = forked
+        self.lengths = self.lengths[list(parents)]
+        self.total = np.maximum(self.total, self.total[list(parents)])
 
     def evaluate(self, *arrays: mx.array, wait: bool = True) -> None:
         """The one evaluation of a step: `arrays` with the pools and what the step will write into them."""
@@ -167,16 +177,30 @@ class Run:
         self.pools.evaluate(*arrays, *pending, wait=wait)
 
     def close(self) -> None:
-        """Gives the pools' memory back."""
+        """Gives the pools' memory back; the run is over."""
         self._pending = None
         self.pools.take()
 
-    def _columns(self, width: int) -> np.ndarray:
-        if width <= self.table.shape[1]:
-            return self.table[:, :width]
-        return np.pad(self.table, ((0, 0), (0, width - self.table.shape[1])), constant_values=-1)
+    def _forked(self, parent: int) -> int | None:
+        row = self._rows[parent]
+        return None if row is None else self.slots.fork(row)
 
-    def _flush(self) -> None:
+    def _table(self, width: int) -> np.ndarray:
+        return self.slots.table(self._rows, width)
+
+    def _move(self, copies: list[tuple[int, int]]) -> None:
+        """Copies the slots of a page that two rows shared and one of them now writes."""
+        if not copies:
+            return
+        self.copies += len(copies)
+        old, new = (np.array(side, np.int32) for side in zip(*copies, strict=True))
+        heads = {entry.heads for entry in self.decoder.signature.entries}
+        if len(heads) > 1:
+            raise DecoderError(f"pools of {sorted(heads)} heads", "one number of heads where pages are copied", "use block=1")
+        rows = np.arange(heads.pop(), dtype=np.int32)[:, None] * self.slots.slots
+        self.pools.copy((rows + old).ravel(), (rows + new).ravel())
+
+    def _write_pending(self) -> None:
         """Writes the keys and values of the last step into the pools."""
         if self._pending is None:
             return
@@ -187,19 +211,24 @@ class Run:
 
 
 def _step(decoder: Decoder, mode: Callable[..., Any], seq: int, context: int) -> Callable[..., Any]:
-    """The step as a pure function of arrays: (pools, tokens, lengths, counts, table, given, positions) → (logits, news)."""
+    """The step as a pure function of arrays: (pools, tokens, lengths, counts, table, given, positions) → (logits, news).
+
+    The news are the keys and values of the step's tokens, [rows · heads, seq, dim] for each entry of the cache.
+    """
     signature, module = decoder.signature, decoder.module
     inputs = {value.name: value for value in module.program.inputs}
 
     def step(pools, tokens, lengths, counts, table, given, positions):
         rows = tokens.shape[0]
         past, mask, fresh = mode(pools, lengths, counts, table, seq, context, signature.entries)
-        feed: dict[str, Any] = dict(zip(decoder.given, given, strict=True))
+        feed: dict[str, Any] = dict(given)
         feed[signature.tokens] = tokens
         if signature.mask:
             feed[signature.mask] = mask.astype(ops.device_dtype(inputs[signature.mask].dtype))
         if signature.positions:
-            place = positions[0] if positions else lengths[:, None] + mx.arange(seq, dtype=mx.int32)
+            place = lengths[:, None] + mx.arange(seq, dtype=mx.int32) if positions is None else positions
+            if decoder.max_positions:
+                place = mx.minimum(place, decoder.max_positions - 1)  # of padding; a table ends there
             if signature.position_axes and place.ndim == 2:
                 place = mx.broadcast_to(place, (signature.position_axes, rows, seq))
             feed[signature.positions] = place

@@ -15,6 +15,8 @@ from mlx_transmuter.signature import MODES, Mode, Signature, declared_mode
 from mlx_transmuter.tokenizer import Tokenizer
 
 PROGRAM = "program.json"
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_LENGTHS = ("max_length", "min_length", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens")
 
 
 @dataclass
@@ -51,7 +53,7 @@ def load_folder(folder: Path) -> Model:
     return Model(
         decoder=load_module(folder),
         config=read_json(folder / "config.json"),
-        generation_config=read_json(folder / "generation_config.json"),
+        generation_config=generation_config(folder),
         tokenizer=Tokenizer.from_folder(folder),
         folder=folder,
     )
@@ -63,6 +65,22 @@ def load_module(folder: Path) -> Module:
         raise ProgramError(str(folder), f"no {PROGRAM}", "a converted folder", "convert the model first")
     program = Program.load(folder / PROGRAM)
     return Module(program, weights.load(folder, program))
+
+
+def generation_config(folder: Path) -> dict[str, Any]:
+    """The folder's generation settings, named as in generation_config.json.
+
+    Without that file they are those of genai_config.json (its `search` and the ids in its `model`), or of config.json, which
+    held them in the past; as transformers' GenerationConfig.from_model_config, this takes its ids and lengths.
+    """
+    if (folder / "generation_config.json").is_file():
+        return read_json(folder / "generation_config.json")
+    genai, config = read_json(folder / "genai_config.json"), read_json(folder / "config.json")
+    model, search = (genai.get(part) if isinstance(genai.get(part), dict) else {} for part in ("model", "search"))
+    found = {name: config[name] for name in (*_IDS, *_LENGTHS) if config.get(name) is not None}
+    found |= {name: model[name] for name in _IDS if model.get(name) is not None}  # type: ignore[index,union-attr]
+    # past_present_share_buffer is how its runtime keeps the cache; max_length there is only the size of the cache.
+    return found | {k: v for k, v in search.items() if k not in ("past_present_share_buffer", "max_length")}  # type: ignore[union-attr]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -73,6 +73,7 @@ class Signature:
 
     tokens: input_ids or inputs_embeds. position_axes: 0 for position_ids [rows, seq], else the size of their first axis.
     keep: the input that says of how many last positions the graph gives logits (0: all).
+    vocab: the size of the vocabulary, the last axis of the logits.
     given: the other inputs, which a task gives (the outputs of an encoder).
     """
 
@@ -85,6 +86,7 @@ class Signature:
     keep: str | None
     entries: tuple[Entry, ...]
     logits: str
+    vocab: int
     given: tuple[str, ...]
 
     @staticmethod
@@ -94,6 +96,10 @@ class Signature:
         outputs = {value.name: value for value in program.outputs}
         if "logits" not in outputs:
             raise SignatureError(f"the outputs {_list(outputs)}", "an output named logits")
+        vocab = (outputs["logits"].shape or (None,))[-1]
+        if not isinstance(vocab, int) or vocab < 2:
+            shape = list(outputs["logits"].shape or ())
+            raise SignatureError(f"logits of shape {shape}", "a vocabulary of a fixed size", "export the model with one")
         tokens = next((name for name in ("input_ids", "inputs_embeds", "decoder_input_ids") if name in inputs), None)
         if tokens is None:
             raise SignatureError(f"the inputs {_list(inputs)}", "input_ids or inputs_embeds")
@@ -115,6 +121,7 @@ class Signature:
             branch="use_cache_branch" if "use_cache_branch" in inputs else None,
             entries=entries,
             logits="logits",
+            vocab=vocab,
             given=tuple(name for name in inputs if name not in known),
         )
 

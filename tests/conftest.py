@@ -14,6 +14,8 @@ from converters.convert import convert
 from mlx_transmuter.model import Model, load_folder
 
 mx.set_default_device(mx.cpu)
+# On a CPU mx.compile builds kernels with the C++ compiler, some seconds a model. Tests that need it ask for `compiling`.
+mx.disable_compile()
 
 FIXTURES = Path(__file__).parent / "fixtures"
 # Every fixture that has a golden file; a new one is tested as soon as it is there.
@@ -53,3 +55,11 @@ def loaded(converted):
         return models[name]
 
     return model
+
+
+@pytest.fixture
+def compiling():
+    """mx.compile at work, for tests of what is compiled and of what compiling changes."""
+    mx.enable_compile()
+    yield
+    mx.disable_compile()

@@ -228,6 +228,6 @@ class Slots:
 def _tokens(where: str, tokens: Any) -> list[int | None]:
     try:
         ids = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
-        return [integer(f"{where}: tokens", t, -(2**63)) for t in ids]
+        return [integer(f"{where}: tokens", t, 0) for t in ids]
     except TypeError:
         raise CacheError(f"{where}: tokens", repr(tokens), "token ids") from None

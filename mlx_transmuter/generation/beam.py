@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -56,7 +57,7 @@ class Beams:
         """
         settings, width = self.settings, self.settings.num_beams
         self.length += 1
-        ended = np.array([self._ends(self.running[parent], token) for parent, token in zip(parents, tokens)])
+        ended = np.array([self._ends(self.running[parent], token) for parent, token in zip(parents, tokens, strict=True)])
         ends = ended | (self.length == self.limit)
 
         def grown(i: int, score: np.float32, complete: bool) -> Text:
@@ -70,13 +71,13 @@ class Beams:
         # The finished texts: the best of those before and of the ends among the first `width` candidates.
         full = all(text.complete for text in self.finished) and settings.early_stopping is True
         counts = ends & (np.arange(len(tokens)) < width)
-        final = scores / np.float32(self.length**settings.length_penalty)
+        final = _per_length(scores, self.length, settings.length_penalty)
         for out in (full, not self.hopeful, ~counts):
             final = final + np.asarray(out, np.float32) * OUT
         merged = np.concatenate([[text.score for text in self.finished], final]).astype(np.float32)
         self.finished = [
             self.finished[i] if i < width else grown(i - width, merged[i], complete=bool(counts[i - width]))
-            for i in _best(merged, width)
+            for i in _best(merged, width, [not text.complete for text in self.finished] + (~counts).tolist())
         ]
         self.running = running
         self._judge(bool(ends.all()))
@@ -94,13 +95,20 @@ class Beams:
         on."""
         early, penalty = self.settings.early_stopping, self.settings.length_penalty
         length = self.limit if early == "never" and penalty > 0 else self.length
-        best = self.running[0].score / np.float32(length**penalty)
+        best = _per_length(self.running[0].score, length, penalty)
         worst = min(text.score for text in self.finished)
         self.hopeful &= any(best > (worst if text.complete else OUT) for text in self.finished)
         full = all(text.complete for text in self.finished)
         self.done = not self.hopeful or (full and early is True) or all_ended
 
 
-def _best(scores: np.ndarray, count: int) -> np.ndarray:
-    """The places of the count best scores, the best first."""
-    return np.argsort(-scores, kind="stable")[:count]
+def _per_length(scores: Any, length: int, penalty: float) -> Any:
+    """float32 scores by the length to the power of penalty, and not below the smallest finite value."""
+    with np.errstate(over="ignore"):
+        return np.maximum(scores / np.float32(length**penalty), np.finfo(np.float32).min)
+
+
+def _best(scores: np.ndarray, count: int, last: Sequence[bool] = ()) -> list[int]:
+    """The places of the count best scores, the best first. Of equal ones those marked in `last` come after the others."""
+    marks = np.asarray(last) if last else np.zeros(len(scores), bool)
+    return np.lexsort((np.arange(len(scores)), marks, -scores))[:count].tolist()

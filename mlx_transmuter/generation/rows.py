@@ -63,7 +63,7 @@ class Row:
 
 def listed(tokens: Sequence[int], logprobs: Sequence[float]) -> list[Token]:
     """Tokens with their log-probabilities, where there are any."""
-    return [Token(token, logprob) for token, logprob in zip(tokens, logprobs or [None] * len(tokens))]
+    return [Token(token, logprob) for token, logprob in zip(tokens, logprobs or [None] * len(tokens), strict=True)]
 
 
 def prompt_parts(length: int, most: int | None = None) -> list[int]:
@@ -92,7 +92,7 @@ class Positions:
             raise GenerationError(
                 "input position_ids", f"{len(given)} lists", f"one for each of {len(prompts)} prompts"
             )
-        for place, (axes, prompt) in enumerate(zip(given, prompts)):
+        for place, (axes, prompt) in enumerate(zip(given, prompts, strict=True)):
             if not axes:
                 axes = [range(len(prompt))] * self.axes
             if len(axes) != self.axes or any(len(axis) != len(prompt) for axis in axes):

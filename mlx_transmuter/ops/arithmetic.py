@@ -151,12 +151,17 @@ def reciprocal(x):
 
 @op("BitShift-11")
 def bit_shift(x, by, *, direction):
-    """x shifted by as many bits to the "LEFT" or "RIGHT", zeros moving in. Unsigned. ONNX BitShift-11, 28."""
+    """x shifted by as many bits to the "LEFT" or "RIGHT"; the sign moves in from the left, zeros elsewhere. ONNX BitShift-11, 28."""
     if direction not in ("LEFT", "RIGHT"):
         raise OperatorError(f"the direction {direction!r}", "LEFT or RIGHT")
     bits = 8 * x.dtype.size
-    shifted = (mx.left_shift if direction == "LEFT" else mx.right_shift)(x, mx.minimum(by, bits - 1))
-    return mx.where(by < bits, shifted, mx.zeros_like(shifted))
+    within = (by >= 0) & (by < bits)
+    by = mx.where(within, by, bits - 1).astype(x.dtype)
+    if direction == "LEFT":
+        return mx.where(within, mx.left_shift(x, by), mx.zeros_like(x))
+    shifted = mx.right_shift(x, by)
+    # Shifted out altogether, a negative number leaves its sign, any other nothing.
+    return shifted if mx.issubdtype(x.dtype, mx.signedinteger) else mx.where(within, shifted, mx.zeros_like(x))
 
 
 @op("BitwiseAnd-18")

@@ -33,6 +33,8 @@ _NARROW = {
     CODES["int2"]: (2, True),
     CODES["uint2"]: (2, False),
 }
+# Types of which a device holds another, narrower one.
+_WIDE = {CODES[name] for name in ("int64", "uint64", "float64", "complex128")}
 
 
 @op("Cast-9")
@@ -56,4 +58,6 @@ def cast_like(x, like, *, saturate=1, round_mode="up"):
 @op("BitCast-26")
 def bit_cast(x, *, to):
     """The bits of x read as the ONNX type `to` of the same width, at most 32 bits. ONNX BitCast-26."""
+    if to in _WIDE or dtype_of(to).size != x.dtype.size:
+        raise OperatorError(f"bits of {x.dtype} as {NAMES.get(to, to)}", "types of one width, at most 32 bits")
     return x.view(dtype_of(to))

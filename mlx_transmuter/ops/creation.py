@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.ops.casting import dtype_of
+from mlx_transmuter.ops.casting import cast_to, dtype_of
 from mlx_transmuter.ops.registry import Host, OperatorError, op
 from mlx_transmuter.ops.types import to_device
 
@@ -36,7 +36,7 @@ def constant_of_shape(shape: Host, *, value=None):
 
 
 @op("Range-11")
-def range_(start: Host, limit: Host, delta: Host):
+def range_(start: Host, limit: Host, delta: Host, *, stash_type=1):
     """start, start + delta, ... before limit: a host value of the type of start. ONNX Range-11, 27."""
     count = max(int(np.ceil((limit.item() - start.item()) / delta.item())), 0)
     return (start.item() + np.arange(count) * delta.item()).astype(start.dtype)
@@ -56,7 +56,7 @@ def one_hot(indices, depth: Host, values, *, axis=-1):
     """
     size, rank = int(depth.item()), indices.ndim + 1
     axis = axis % rank
-    indices = mx.expand_dims(indices, axis)
+    indices = mx.expand_dims(cast_to(indices, mx.int32), axis)
     indices = mx.where(indices < 0, indices + size, indices)
     places = mx.arange(size).reshape([size if i == axis else 1 for i in range(rank)])
     return mx.where(indices == places, values[1], values[0])

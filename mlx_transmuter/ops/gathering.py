@@ -5,7 +5,7 @@ import math
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.ops.registry import OperatorError, op
+from mlx_transmuter.ops.registry import Host, OperatorError, op
 
 
 def _wrapped(indices: mx.array, size: int) -> mx.array:
@@ -89,3 +89,46 @@ def scatter_elements(x, indices, updates, *, axis=0, reduction="none"):
         if i != axis:
             flat = flat + (mx.arange(n) * strides[i]).reshape([n if j == i else 1 for j in range(x.ndim)])
     return _scatter(x.reshape(-1, 1), flat.reshape(-1), updates.reshape(-1, 1), reduction).reshape(x.shape)
+
+
+@op("Scatter-9")
+def scatter(x, indices, updates, *, axis=0):
+    """ScatterElements by its older name. ONNX Scatter-9."""
+    return scatter_elements(x, indices, updates, axis=axis)
+
+
+@op("TensorScatter-24")
+def tensor_scatter(x, updates, write_indices=None, *, axis=-2, mode="linear"):
+    """x [batch, ..., capacity, ...] with updates [batch, ..., n, ...] written along `axis` from write_indices [batch] on.
+
+    mode "linear", or "circular" where places wrap around. ONNX TensorScatter-24.
+    """
+    if mode not in ("linear", "circular"):
+        raise OperatorError(f"the mode {mode!r}", "linear or circular")
+    axis = axis % x.ndim
+    places = mx.arange(updates.shape[axis])[None]
+    if write_indices is not None:
+        places = places + write_indices.astype(mx.int32)[:, None]
+    if mode == "circular":
+        places = places % x.shape[axis]
+    places = places.reshape([places.shape[0] if i == 0 else places.shape[1] if i == axis else 1 for i in range(x.ndim)])
+    return mx.put_along_axis(x, mx.broadcast_to(places, updates.shape), updates, axis=axis)
+
+
+@op("Compress-9")
+def compress(x, condition: Host, *, axis=None):
+    """The parts of x along `axis` (of the flattened x if None) where condition, bool [n], is true. ONNX Compress-9, 11, 28."""
+    places = mx.array(np.flatnonzero(condition).astype(np.int32))
+    return mx.take(x.reshape(-1) if axis is None else x, places, axis=0 if axis is None else axis)
+
+
+@op("ReverseSequence-10")
+def reverse_sequence(x, sequence_lens, *, batch_axis=1, time_axis=0):
+    """x with the first sequence_lens[b] steps of each row b in reverse order. ONNX ReverseSequence-10, 28."""
+    def along(array, axis):
+        return array.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
+
+    steps = along(mx.arange(x.shape[time_axis]), time_axis)
+    lengths = along(sequence_lens.astype(mx.int32), batch_axis)
+    places = mx.where(steps < lengths, lengths - 1 - steps, steps)
+    return mx.take_along_axis(x, mx.broadcast_to(places, x.shape), axis=time_axis)

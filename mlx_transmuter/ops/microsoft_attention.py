@@ -4,26 +4,13 @@ import math
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.attention import join_heads, split_heads
 from mlx_transmuter.ops.registry import OperatorError, op
 
 
 def lowest(dtype: mx.Dtype) -> float:
     """The most negative score that a score can still be added to: a row that sees nothing then gives no NaN."""
     return mx.finfo(dtype).min / 2
-
-
-def split_heads(x: mx.array, heads: int) -> mx.array:
-    """x [batch, seq, heads · dim] as [batch, heads, seq, dim]."""
-    batch, seq, hidden = x.shape
-    if not heads or hidden % heads:
-        raise OperatorError(f"a hidden size of {hidden} for {heads} heads", "a multiple of the heads")
-    return x.reshape(batch, seq, heads, hidden // heads).transpose(0, 2, 1, 3)
-
-
-def join_heads(x: mx.array) -> mx.array:
-    """x [batch, heads, seq, dim] as [batch, seq, heads · dim]."""
-    batch, heads, seq, dim = x.shape
-    return x.transpose(0, 2, 1, 3).reshape(batch, seq, heads * dim)
 
 
 def attend(
@@ -227,11 +214,7 @@ def attention(
     the present: [2, batch, heads, past + seq, dim]. com.microsoft Attention-1.
     """
     if do_rotary or past_present_share_buffer or past_sequence_length is not None:
-        raise OperatorError(
-            "do_rotary or past_present_share_buffer",
-            "neither: onnxruntime has them on CUDA only",
-            "export it for the CPU",
-        )
+        raise unshared()
     joined = x @ weights
     return attend_joined(
         joined if bias is None else joined + bias,
@@ -243,6 +226,13 @@ def attention(
         mask_filter_value,
         scale,
         bool(unidirectional),
+    )
+
+
+def unshared() -> OperatorError:
+    """The error for attributes that onnxruntime has on CUDA only."""
+    return OperatorError(
+        "do_rotary or past_present_share_buffer", "neither: onnxruntime has them on CUDA only", "export it for the CPU"
     )
 
 

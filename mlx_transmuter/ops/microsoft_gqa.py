@@ -4,7 +4,8 @@ import math
 
 import mlx.core as mx
 
-from mlx_transmuter.ops.microsoft_attention import attend, join_heads, scores, split_heads
+from mlx_transmuter.ops.attention import join_heads, split_heads
+from mlx_transmuter.ops.microsoft_attention import attend, scores
 from mlx_transmuter.ops.microsoft_norms import rms_norm
 from mlx_transmuter.ops.microsoft_rotary import angles, rotate
 from mlx_transmuter.ops.registry import OperatorError, op

@@ -64,3 +64,101 @@ def rms_normalization(x, scale, *, axis=-1, epsilon=1e-5, stash_type=1):
     wide = x.astype(mx.float32)
     inverse = mx.rsqrt(mx.mean(mx.square(wide), axis=tuple(range(axis, x.ndim)), keepdims=True) + epsilon)
     return (wide * inverse).astype(x.dtype) * scale
+
+
+@op("Hardmax-11")
+def hardmax_11(x, *, axis=1):
+    """1 at the first largest element of `axis` and all axes after it together, else 0. ONNX Hardmax-11."""
+    return _as_matrix(hardmax, x, axis)
+
+
+@op("Hardmax-13")
+def hardmax(x, *, axis=-1):
+    """1 at the first largest element along `axis`, else 0. ONNX Hardmax-13."""
+    places = mx.arange(x.shape[axis]).reshape([-1 if i == axis % x.ndim else 1 for i in range(x.ndim)])
+    return (mx.argmax(x, axis=axis, keepdims=True) == places).astype(x.dtype)
+
+
+def _channels(x: mx.array, values: mx.array) -> mx.array:
+    """values [channels] shaped to go with x [batch, channels, ...]."""
+    return values.reshape([-1 if i == min(1, x.ndim - 1) else 1 for i in range(x.ndim)])
+
+
+def _scaled(x, scale, bias, mean, variance, epsilon) -> mx.array:
+    factor = scale.astype(mx.float32) * mx.rsqrt(variance.astype(mx.float32) + epsilon)
+    shift = bias.astype(mx.float32) - mean.astype(mx.float32) * factor
+    return (x * _channels(x, factor) + _channels(x, shift)).astype(x.dtype)
+
+
+@op("BatchNormalization-9")
+def batch_normalization_9(x, scale, bias, mean, variance, *, epsilon=1e-5, momentum=0.9):
+    """x [batch, channels, ...] scaled by given statistics per channel, as in use. ONNX BatchNormalization-9."""
+    return _scaled(x, scale, bias, mean, variance, epsilon)
+
+
+@op("BatchNormalization-14")
+def batch_normalization(
+    x, scale, bias, mean, variance, *, epsilon=1e-5, momentum=0.9, training_mode=0, outputs=1
+):
+    """x [batch, channels, ...] scaled by given statistics per channel; in training by its own, which then move the given.
+
+    ONNX BatchNormalization-14, 15.
+    """
+    if not training_mode:
+        return _scaled(x, scale, bias, mean, variance, epsilon)
+    axes = tuple(i for i in range(x.ndim) if i != 1)
+    own_mean, own_variance = mx.mean(x, axis=axes), mx.var(x, axis=axes)
+    y = _scaled(x, scale, bias, own_mean, own_variance, epsilon)
+    moved = [old * momentum + new * (1 - momentum) for old, new in ((mean, own_mean), (variance, own_variance))]
+    return (y, *moved)[:outputs]
+
+
+@op("InstanceNormalization-6")
+def instance_normalization(x, scale, bias, *, epsilon=1e-5):
+    """Each channel of each image of x [batch, channels, ...] at mean 0 and variance 1, scaled. ONNX InstanceNormalization-6, 22."""
+    axes = tuple(range(2, x.ndim))
+    wide = x.astype(mx.float32)
+    centred = wide - mx.mean(wide, axis=axes, keepdims=True)
+    y = centred * mx.rsqrt(mx.mean(mx.square(centred), axis=axes, keepdims=True) + epsilon)
+    return (y * _channels(x, scale) + _channels(x, bias)).astype(x.dtype)
+
+
+@op("LRN-1")
+def lrn(x, *, size, alpha=0.0001, beta=0.75, bias=1.0):
+    """x over (bias + alpha / size * the sum of squares of `size` channels around) to the power of beta. ONNX LRN-1, 13."""
+    before, after = (size - 1) // 2, size - 1 - (size - 1) // 2
+    channels = x.shape[1]
+    squares = mx.pad(mx.square(x), [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2))
+    total = sum((squares[:, i : i + channels] for i in range(1, size)), squares[:, :channels])
+    return x / (bias + alpha / size * total) ** beta
+
+
+@op("LpNormalization-1")
+def lp_normalization(x, *, axis=-1, p=2):
+    """x over its p-norm along `axis`, 0 where that is 0. ONNX LpNormalization-1, 22."""
+    if p == 1:
+        norm = mx.sum(mx.abs(x), axis=axis, keepdims=True)
+    else:
+        norm = mx.sqrt(mx.sum(mx.square(x), axis=axis, keepdims=True))
+    return mx.where(norm == 0, mx.zeros_like(x), x / mx.where(norm == 0, mx.ones_like(norm), norm))
+
+
+@op("GroupNormalization-18")
+def group_normalization_18(x, scale, bias, *, num_groups, epsilon=1e-5):
+    """GroupNormalization-21 with scale and bias [groups]. ONNX GroupNormalization-18."""
+    repeats = x.shape[1] // num_groups
+    return group_normalization(
+        x, mx.repeat(scale, repeats), mx.repeat(bias, repeats), num_groups=num_groups, epsilon=epsilon
+    )
+
+
+@op("GroupNormalization-21")
+def group_normalization(x, scale, bias, *, num_groups, epsilon=1e-5, stash_type=1):
+    """The groups of channels of x [batch, channels, ...] at mean 0 and variance 1, scaled by scale and bias [channels].
+
+    ONNX GroupNormalization-21.
+    """
+    grouped = x.reshape(x.shape[0], num_groups, -1).astype(mx.float32)
+    centred = grouped - mx.mean(grouped, axis=-1, keepdims=True)
+    y = centred * mx.rsqrt(mx.mean(mx.square(centred), axis=-1, keepdims=True) + epsilon)
+    return y.reshape(x.shape).astype(x.dtype) * _channels(x, scale) + _channels(x, bias)

@@ -51,3 +51,24 @@ def cum_sum(x, axis: Host, *, exclusive=0, reverse=0):
 def non_zero(x: Host):
     """The places of x's elements other than 0, int64 [rank, count] on the host. ONNX NonZero-9, 13."""
     return np.array(np.nonzero(np.atleast_1d(x)), np.int64)
+
+
+@op("CumProd-26")
+def cum_prod(x, axis: Host, *, exclusive=0, reverse=0):
+    """The running product along axis, a scalar; without the element itself, or from the end. ONNX CumProd-26."""
+    return mx.cumprod(x, axis=int(axis.item()), reverse=bool(reverse), inclusive=not exclusive)
+
+
+@op("Unique-11")
+def unique(x: Host, *, axis=None, sorted=1, outputs=1):
+    """The different elements of x, or its different parts along `axis`, then their first places, each one's class, and counts.
+
+    In order, or by first place if not sorted; int64 on the host. ONNX Unique-11, 28.
+    """
+    y, first, inverse, counts = np.unique(x, return_index=True, return_inverse=True, return_counts=True, axis=axis)
+    inverse = inverse.reshape(-1)
+    if not sorted:
+        order = np.argsort(first)
+        rank = np.argsort(order)
+        y, first, counts, inverse = np.take(y, order, axis=axis or 0), first[order], counts[order], rank[inverse]
+    return (y, first.astype(np.int64), inverse.astype(np.int64), counts.astype(np.int64))[:outputs]

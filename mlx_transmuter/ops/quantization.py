@@ -1,11 +1,13 @@
 """ONNX's own quantisation: linear quantisation and the products of integers, exact to the last bit."""
 
+import math
 from collections.abc import Callable
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.convolution import conv
 from mlx_transmuter.ops.registry import OperatorError, op
-from mlx_transmuter.ops.types import CODES, NAMES, device_dtype
+from mlx_transmuter.ops.types import NAMES, device_dtype
 
 # The integer types that tensors are quantised to, and their ranges. MLX holds those below 8 bits in bytes.
 RANGES = {
@@ -169,3 +171,76 @@ def q_linear_mat_mul(a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale
     product = integer_matmul(centred(a, by_row(a_zero_point)), centred(b, b_zero_point)).astype(mx.float32)
     scale = by_row(a_scale.astype(mx.float32)) * b_scale.astype(mx.float32) / by_row(y_scale.astype(mx.float32))
     return rounded(product * scale, by_row(y_zero_point).astype(mx.float32), kind_of(y_zero_point))
+
+
+def integer_conv(x: mx.array, w: mx.array, group: int, **attrs) -> mx.array:
+    """Conv of integers within ±255, padded with zeros: int32, exact. attrs are those of conv."""
+    terms = math.prod(w.shape[1:])
+    most = EXACT // (16 * 255)
+    if terms <= most or group > 1:
+        return exact(lambda a, b: conv(a, b, group=group, **attrs), x, w, terms)
+    channels = max(most // math.prod(w.shape[2:]), 1)
+    parts = [
+        integer_conv(x[:, i : i + channels], w[:, i : i + channels], group, **attrs) for i in range(0, w.shape[1], channels)
+    ]
+    return sum(parts[1:], parts[0])
+
+
+def by_channel(scale: mx.array, rank: int) -> mx.array:
+    """A scalar as one, or one number a channel with rank axes of 1 behind it."""
+    return scale.reshape(-1, *(1,) * rank) if scale.size > 1 else scale.reshape(())
+
+
+@op("ConvInteger-10")
+def conv_integer(
+    x,
+    w,
+    x_zero_point=None,
+    w_zero_point=None,
+    *,
+    auto_pad: str = "NOTSET",
+    dilations: list[int] | None = None,
+    group: int = 1,
+    kernel_shape: list[int] | None = None,
+    pads: list[int] | None = None,
+    strides: list[int] | None = None,
+):
+    """Conv of x - x_zero_point [batch, in, *space] with w - w_zero_point [out, in / group, *kernel]: int32, exact.
+
+    x_zero_point: a scalar; w_zero_point: a scalar or [out]. ONNX ConvInteger-10.
+    """
+    w = centred(w, None if w_zero_point is None else by_channel(w_zero_point, w.ndim - 1))
+    attrs = {"auto_pad": auto_pad, "dilations": dilations, "pads": pads, "strides": strides}
+    return integer_conv(centred(x, x_zero_point), w, group, **attrs)
+
+
+@op("QLinearConv-10")
+def q_linear_conv(
+    x,
+    x_scale,
+    x_zero_point,
+    w,
+    w_scale,
+    w_zero_point,
+    y_scale,
+    y_zero_point,
+    bias=None,
+    *,
+    auto_pad: str = "NOTSET",
+    dilations: list[int] | None = None,
+    group: int = 1,
+    kernel_shape: list[int] | None = None,
+    pads: list[int] | None = None,
+    strides: list[int] | None = None,
+):
+    """Conv of quantised x and w plus bias, int32 [out] in units of x_scale · w_scale; quantised to y_zero_point's type.
+
+    w_scale, w_zero_point: scalars or [out]; the other scales and zero points: scalars. ONNX QLinearConv-10.
+    """
+    attrs = {"auto_pad": auto_pad, "dilations": dilations, "pads": pads, "strides": strides}
+    kernel = centred(w, by_channel(w_zero_point, w.ndim - 1))
+    total = integer_conv(centred(x, x_zero_point), kernel, group, **attrs)
+    if bias is not None:
+        total = total + by_channel(bias, w.ndim - 2)
+    scale = by_channel(x_scale * w_scale / y_scale, w.ndim - 2)
+    return rounded(total.astype(mx.float32) * scale, y_zero_point.astype(mx.float32), kind_of(y_zero_point))

@@ -110,9 +110,12 @@ def depth_to_space(x, *, blocksize, mode="DCR"):
 
 
 @op("SpaceToDepth-1")
-def space_to_depth(x, *, blocksize):
-    """[batch, c, h * b, w * b] to [batch, b * b * c, h, w]. ONNX SpaceToDepth-1, 13, 28."""
+def space_to_depth(x, *, blocksize, mode="DCR"):
+    """[batch, c, h * b, w * b] to [batch, b * b * c, h, w], the inverse of DepthToSpace. ONNX SpaceToDepth-1, 13, 28."""
     n, c, h, w = x.shape
     b = blocksize
-    x = x.reshape(n, c, h // b, b, w // b, b).transpose(0, 3, 5, 1, 2, 4)
+    if mode not in ("DCR", "CRD"):
+        raise OperatorError(f"the mode {mode!r}", "DCR or CRD")
+    x = x.reshape(n, c, h // b, b, w // b, b)
+    x = x.transpose(0, 3, 5, 1, 2, 4) if mode == "DCR" else x.transpose(0, 1, 3, 5, 2, 4)
     return x.reshape(n, c * b * b, h // b, w // b)

@@ -1,0 +1,194 @@
+"""The command line, `mlx-transmuter`: its arguments, and what becomes of an error."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import platform
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module, metadata
+from pathlib import Path
+
+DESCRIPTION = "Run ONNX decoders on Apple silicon through MLX."
+SAMPLING = """\
+The temperature comes before top-k, top-p and min-p, as in transformers; mlx_lm applies it last, so the same flags keep
+other tokens there. What no flag says, the model's generation_config.json does."""
+USAGE, FAILURE, INTERRUPTED, TERMINATED, PIPE_CLOSED = 2, 1, 130, 143, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code: 0, 1 for an error, 2 for wrong arguments, 130 after Ctrl-C.
+
+    An error is one line on stderr; with MLX_TRANSMUTER_DEBUG=1 it is raised as it is.
+    """
+    args = _parser().parse_args(argv)
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # what a terminal or a pipe cannot say becomes a ?
+    if os.environ.get("MLX_TRANSMUTER_DEBUG") == "1":
+        return args.run(args)
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that temporary folders go
+        _check_machine()
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone. What Python would flush at the end must find a place too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except Exception as error:
+        print(f"mlx-transmuter: {_explained(error)}", file=sys.stderr)
+        return FAILURE
+
+
+def _check_machine() -> None:
+    if platform.system() == "Darwin" and platform.machine() != "arm64":
+        raise OSError(f"MLX needs a native arm64 Python on Apple silicon; this one is {platform.machine()} (Rosetta?)")
+
+
+def _explained(error: Exception) -> str:
+    """One line for any error: our own say all that is needed, others are named."""
+    if isinstance(error, OSError):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"no space left on the disk{f' for {error.filename}' if error.filename else ''}"
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    text = " ".join(str(error).split("\n"))
+    ours = type(error).__module__.split(".")[0] in ("mlx_transmuter", "converters")
+    return text if ours else f"{type(error).__name__}: {text} (MLX_TRANSMUTER_DEBUG=1 shows where)"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("mlx-transmuter", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(metavar="command", required=True)
+
+    def command(name: str, summary: str, epilog: str | None = None) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name, help=summary, description=summary[0].upper() + summary[1:] + ".", epilog=epilog, allow_abbrev=False
+        )
+        added.set_defaults(
+            run=lambda args: import_module(f"mlx_transmuter.cli.{name}").run(args), usage_error=added.error
+        )
+        return added
+
+    generate = command("generate", "continue a prompt, or answer it where the model has a chat template", SAMPLING)
+    _model_arguments(generate)
+    prompt = generate.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", "-p", metavar="TEXT", help='the prompt; "-" reads it from stdin')
+    prompt.add_argument("--prompt-file", metavar="FILE", type=_text_file, help="the prompt, from a UTF-8 file")
+    generate.add_argument("--ignore-chat-template", action="store_true", help="give the prompt to the model as it is")
+    _generation_arguments(generate)
+    generate.add_argument(
+        "--verbose", nargs="?", type=_bool, const=True, default=True, metavar="True|False",
+        help="also print speeds, compiled shapes and memory (default: True)",
+    )  # fmt: skip
+
+    chat = command("chat", "hold a conversation (/reset begins anew, /exit or Ctrl-D leaves)", SAMPLING)
+    _model_arguments(chat)
+    _generation_arguments(chat)
+
+    convert = command("convert", "convert an ONNX decoder into a folder that loads without onnx")
+    convert.add_argument(
+        "--hf-path", "--model", required=True, dest="model", metavar="SOURCE",
+        help="repository id, folder with ONNX files, or ONNX file",
+    )  # fmt: skip
+    convert.add_argument(
+        "--mlx-path", "--out", "-o", dest="out", default="mlx_model", metavar="FOLDER",
+        help="where the converted folder goes (default: mlx_model)",
+    )  # fmt: skip
+    _file_arguments(convert)
+
+    inspect = command("inspect", "print a model's cache mode, inputs, operators, size and rewrites")
+    inspect.add_argument("source", nargs="?", metavar="SOURCE", help="the same as --model")
+    _model_arguments(inspect)
+    inspect.add_argument("--json", action="store_true", help="print it as JSON")
+    return parser
+
+
+def _model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", metavar="SOURCE",
+        help="converted folder, repository id, folder with ONNX files, or ONNX file (default: the small demo model)",
+    )  # fmt: skip
+    _file_arguments(parser)
+
+
+def _file_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--file", metavar="NAME", help="the ONNX file inside the source, such as onnx/model_q4.onnx")
+    parser.add_argument(
+        "--dtype", type=_dtype, metavar="DTYPE",
+        help="pick the file by its dtype: fp32 fp16 q4 q4f16 q8 int8 uint8 bnb4 (default: the most precise)",
+    )  # fmt: skip
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the repository")
+
+
+def _generation_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--system-prompt", metavar="TEXT", help="a system message before the prompt")
+    add("--chat-template-config", type=_json_object, default={}, metavar="JSON", help="variables of the chat template")
+    add("--max-tokens", "-m", type=_number(int, 1), metavar="N", help="most tokens to generate (default: 256)")
+    add("--temp", "--temperature", type=_number(float, 0), metavar="T", help="temperature of sampling; 0 is greedy")
+    add("--top-p", type=_number(float, 0, 1), metavar="P", help="sample among the fewest tokens with this mass")
+    add("--top-k", type=_number(int, 0), metavar="K", help="sample among the best K tokens; 0 is all")
+    add("--min-p", type=_number(float, 0, 1), metavar="P", help="drop tokens below this part of the best one")
+    add("--seed", type=_number(int, 0), metavar="N", help="seed of sampling (default: another one each time)")
+    add("--extra-eos-token", nargs="+", default=[], metavar="TOKEN", help="more tokens, or ids, that end the text")
+
+
+def _number(kind: type, low: float, high: float = float("inf")) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(
+                f"{text} is not {f'from {low} to {high}' if high < 1e9 else f'{low} or more'}"
+            )
+        return value
+
+    number.__name__ = kind.__name__  # argparse says "invalid int value" with it
+    return number
+
+
+def _bool(text: str) -> bool:
+    if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
+    return text.lower() in ("true", "1", "yes")
+
+
+def _json_object(text: str) -> dict:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object such as {{"enable_thinking": false}}')
+    return value
+
+
+def _text_file(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _dtype(text: str) -> str:
+    from mlx_transmuter.hub import DTYPES
+
+    if text not in DTYPES:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {' '.join(DTYPES)}")
+    return text
+
+
+def _version() -> str:
+    try:
+        return metadata.version("mlx-transmuter")
+    except metadata.PackageNotFoundError:
+        return "not installed"

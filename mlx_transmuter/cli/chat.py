@@ -1,0 +1,59 @@
+"""`mlx-transmuter chat`: a conversation that keeps what was said."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+
+from mlx_transmuter.cli.model import label, load, messages, note, task
+from mlx_transmuter.generation import GenerationError
+from mlx_transmuter.tokenizer import TokenizerError
+
+
+def run(args: argparse.Namespace) -> int:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 input() then has history and editing
+    model = load(args)
+    if model.tokenizer is None or not model.tokenizer.has_chat_template:
+        raise GenerationError(label(args), "no chat template", "a model made for chats", "use generate instead")
+    generation = task(model, args)
+    note("/reset begins anew, Ctrl-C stops an answer, /exit or Ctrl-D leaves")
+    said = messages(args)
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            print()
+            return 0
+        except KeyboardInterrupt:
+            print()
+            continue
+        if line.strip() == "/exit":
+            return 0
+        if line.strip() == "/reset":
+            said = messages(args)
+        elif line.strip():
+            try:
+                answer = _answer(generation, [*said, {"role": "user", "content": line}], args.seed)
+            except (GenerationError, TokenizerError) as error:  # such as a conversation that grew too long
+                note(f"{error} (/reset begins anew)")
+                continue
+            said += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
+
+
+def _answer(generation, said: list[dict[str, str]], seed: int | None) -> str:
+    """Prints the answer as it comes, and returns what was printed; Ctrl-C ends it."""
+    answer = ""
+    pieces = generation.stream(said, seed=seed)
+    try:
+        for piece in pieces:
+            print(piece, end="", flush=True)
+            answer += piece
+    except KeyboardInterrupt:
+        pass
+    finally:
+        pieces.close()
+    print()
+    sys.stdout.flush()
+    return answer

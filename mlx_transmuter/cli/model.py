@@ -1,0 +1,70 @@
+"""What generate, chat and inspect share: the model that was asked for, and the settings that the flags make."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from mlx_transmuter import hub
+from mlx_transmuter.generation import GenerationError
+from mlx_transmuter.model import Model
+from mlx_transmuter.tasks import text
+
+DEMO = Path(__file__).parent.parent / "demo"
+
+
+def load(args: argparse.Namespace) -> Model:
+    """The model of --model, or the demo model of the package, which is said."""
+    if args.model is None:
+        note("no --model: taking the demo model that comes with the package")
+    return hub.load(args.model or DEMO, file=args.file, dtype=args.dtype, revision=args.revision)
+
+
+def label(args: argparse.Namespace) -> str:
+    """What to call the model in an error."""
+    return args.model or "the demo model"
+
+
+def task(model: Model, args: argparse.Namespace) -> text.TextGeneration:
+    """Text generation with the settings of the flags."""
+    return text.generation(model, chat_template_vars=args.chat_template_config, **settings(model, args))
+
+
+def settings(model: Model, args: argparse.Namespace) -> dict[str, Any]:
+    """Names of generation_config.json from the flags: those given, and no others."""
+    chosen = {"temperature": args.temp, "top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p}
+    given = {name: value for name, value in chosen.items() if value is not None}
+    if given.get("temperature") == 0:
+        if unread := [f"--{name.replace('_', '-')}" for name in given if name != "temperature"]:
+            note(
+                f"{', '.join(unread)} {'has' if len(unread) == 1 else 'have'} no effect with --temp 0, which is greedy"
+            )
+        given = {"do_sample": False}
+    elif given:
+        given["do_sample"] = True
+    if args.max_tokens is not None:
+        given["max_new_tokens"] = args.max_tokens
+    if args.extra_eos_token:
+        extra = [_token_id(model, token) for token in args.extra_eos_token]
+        given["eos_token_id"] = [*text.eos_token_ids(model), *extra]
+    return given
+
+
+def messages(args: argparse.Namespace) -> list[dict[str, str]]:
+    """The beginning of a conversation."""
+    return [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+
+
+def note(line: str) -> None:
+    print(f"mlx-transmuter: {line}", file=sys.stderr)
+
+
+def _token_id(model: Model, token: str) -> int:
+    found = model.tokenizer.token_id(token) if model.tokenizer else None
+    if found is None and token.isascii() and token.isdigit():
+        found = int(token)
+    if found is None:
+        raise GenerationError("--extra-eos-token", repr(token), "a token of the vocabulary, or an id")
+    return found

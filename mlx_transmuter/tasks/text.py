@@ -1,0 +1,235 @@
+"""Text generation: prompts as text, chats or token ids in, texts out, whole or as they come."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_transmuter import generation as loop
+from mlx_transmuter.generation import GenerationError
+from mlx_transmuter.model import Model
+
+Steps = Generator[loop.Step, None, list[loop.Result]]
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A generated text.
+
+    text: up to the eos or the stop string, neither included; "" where the model has no tokenizer. tokens: ids without
+    the eos; the token that completed a stop string is among them. logprobs: one per token, or None where not asked for.
+    finish_reason: "stop" at an eos or a stop string, "length" at the limit of tokens.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float] | None
+    finish_reason: str
+
+
+class Piece(str):
+    """A piece of text that will not change, and is a str; the numbers beside it are those of the stream so far.
+
+    One comes with each token, often empty; the last one has the finish_reason. token: its id, None for an eos.
+    logprobs: its log-probability, or None where not asked for. prompt_tps and generation_tps: tokens per second, the
+    latter 0 before the second token. peak_memory: the most that MLX held in this process, in 10⁹ bytes.
+    """
+
+    token: int | None
+    logprobs: float | None
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tokens: int
+    generation_tps: float
+    peak_memory: float
+    finish_reason: str | None
+
+    @property
+    def text(self) -> str:
+        return str(self)
+
+
+def generation(
+    model: Model, *, token_logprobs: bool = False, chat_template_vars: Mapping[str, Any] | None = None, **settings: Any
+) -> TextGeneration:
+    """A callable that continues prompts with `model`.
+
+    settings: names of generation_config.json, which go before the model's own; stop_strings among them. The eos ids of
+    the model's files and its tokenizer are joined unless eos_token_id is given. chat_template_vars: what the chat
+    template reads besides the messages. Raises GenerationError for an unknown name or a value out of range.
+    """
+    return TextGeneration(model, token_logprobs, chat_template_vars or {}, settings)
+
+
+class TextGeneration:
+    """What `generation` returns. Compiled shapes stay between calls; a batch runs as the next power of two of rows."""
+
+    def __init__(self, model: Model, token_logprobs: bool, template_vars: Mapping[str, Any], settings: dict[str, Any]):
+        self.tokenizer = model.tokenizer
+        self.template_vars = dict(template_vars)
+        if "eos_token_id" not in settings and (eos := eos_token_ids(model)):
+            settings = {**settings, "eos_token_id": eos}
+        self.context = loop.context(model, token_logprobs=token_logprobs, **settings)
+        self.stop_strings = self.context.settings.stop_strings
+        if self.stop_strings and self.tokenizer is None:
+            raise GenerationError(
+                "setting stop_strings",
+                "a model without a tokenizer",
+                "a tokenizer that finds them",
+                "give eos_token_id",
+            )
+        self._compiled: dict[int, loop.Compiled] = {}
+
+    def __call__(self, prompts: Prompt | Sequence[Prompt], *, seed: int | Sequence[int] | None = None) -> Any:
+        """The Result of a prompt, or the list of Results of a list of prompts.
+
+        A prompt is a str, a list of chat messages ({"role": ..., "content": ...}), or a list of token ids. With
+        num_return_sequences above 1, each prompt has a list of Results. seed: for sampling, one for all prompts or one
+        each; a prompt's text is the same alone and in any batch. Without it each prompt gets a random one.
+
+        Raises GenerationError for a prompt without tokens, ids outside the vocabulary, or more tokens than the model
+        takes; TokenizerError where text or a chat cannot become tokens.
+        """
+        if one := _is_one(prompts):
+            prompts = [prompts]  # type: ignore[list-item]
+        ids = [self.encode(prompt) for prompt in prompts]  # type: ignore[arg-type]
+        if not ids:
+            return []
+        found = [self._result(result) for result in _results(self._run(ids, seed))]
+        texts = self.context.settings.num_return_sequences
+        grouped = [found[i * texts : i * texts + texts] if texts > 1 else found[i] for i in range(len(ids))]
+        return grouped[0] if one else grouped
+
+    def stream(self, prompt: Prompt, *, seed: int | None = None) -> Generator[Piece, None, None]:
+        """The Pieces of one prompt's text as they become final; joined, they are the text of its Result.
+
+        No piece holds half a character, or the beginning of a stop string that may still come. Closing the generator
+        ends the run. Raises as a call does, and GenerationError for several prompts or texts.
+        """
+        if not _is_one(prompt) or self.context.settings.num_return_sequences > 1:
+            raise GenerationError("prompt", "several prompts or texts", "one to stream", "call the task itself")
+        ids = self.encode(prompt)
+        return self._pieces(len(ids), self._run([ids], seed))
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, as the model gets them. Raises GenerationError where there are none."""
+        if isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping)):
+            if self.tokenizer is None:
+                raise GenerationError(
+                    "prompt",
+                    "text, and a model without a tokenizer",
+                    "token ids",
+                    "put a tokenizer.json into its folder",
+                )
+            if isinstance(prompt, str):
+                ids = self.tokenizer.encode(prompt)
+            else:
+                # The template writes the special tokens itself.
+                text = self.tokenizer.apply_chat_template(prompt, **self.template_vars)  # type: ignore[arg-type]
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+        elif all(isinstance(id, int | np.integer) and not isinstance(id, bool) for id in prompt):
+            ids = [int(id) for id in prompt]  # type: ignore[arg-type]
+        else:
+            raise GenerationError("prompt", _short(prompt), "a str, a list of chat messages or a list of token ids")
+        if not ids:
+            raise GenerationError("prompt", f"no tokens in {_short(prompt)}", "at least one token")
+        return ids
+
+    @property
+    def compilations(self) -> int:
+        """How many step functions were compiled, one for each shape."""
+        return sum(gen.decoder.compilations for gen in self._compiled.values())
+
+    def _run(self, ids: Sequence[list[int]], seed: int | Sequence[int] | None) -> Steps:
+        """The steps of `generation.run` for these prompts, in a batch of the next power of two."""
+        size = 1 << (len(ids) - 1).bit_length()
+        if size not in self._compiled:
+            self._compiled[size] = loop.compile(self.context, size)
+        if seed is None:
+            seeds = [random.SystemRandom().randrange(2**31) for _ in ids]
+        else:
+            seeds = [seed] * len(ids) if isinstance(seed, int) else list(seed)
+        if len(seeds) != len(ids):
+            raise GenerationError("seed", f"{len(seeds)} seeds", f"one, or one for each of {len(ids)} prompts")
+        padding = size - len(ids)
+        stop = self._stops if self.stop_strings else None
+        return loop.run(self._compiled[size], [*ids, *[[]] * padding], [*seeds, *[0] * padding], stop=[stop] * size)
+
+    def _pieces(self, prompt_tokens: int, steps: Steps) -> Generator[Piece, None, None]:
+        decoder = self.tokenizer.stream() if self.tokenizer else None
+        count = sent = 0
+        final = ""
+        started = first = time.perf_counter()
+        for step in steps:
+            now = time.perf_counter()
+            token = int(step.token[0]) if step.token[0] >= 0 else None
+            if count == 0:
+                first = now
+            if token is not None:
+                count += 1
+                final += decoder.push(token) if decoder else ""
+            reason = None
+            end = len(final) - _held(final, self.stop_strings)
+            if step.finished[0]:
+                result = self._result(_results(steps)[0])
+                final, end, reason = result.text, len(result.text), result.finish_reason
+            piece = Piece(final[sent:end])
+            sent = end
+            piece.token, piece.finish_reason = token, reason
+            piece.logprobs = float(step.logprob[0]) if step.logprob is not None and token is not None else None
+            piece.prompt_tokens, piece.generation_tokens = prompt_tokens, count
+            piece.prompt_tps = prompt_tokens / max(first - started, 1e-9)
+            piece.generation_tps = (count - 1) / (now - first) if now > first else 0.0
+            piece.peak_memory = mx.get_peak_memory() / 1e9
+            yield piece
+
+    def _stops(self, tokens: Sequence[int]) -> bool:
+        """Whether the text of these tokens holds a stop string. It is decoded whole: a byte can change what it ends."""
+        text = self.tokenizer.decode(tokens)  # type: ignore[union-attr]
+        return any(stop in text for stop in self.stop_strings)
+
+    def _result(self, result: loop.Result) -> Result:
+        tokens = [token.id for token in result.tokens]
+        text = self.tokenizer.decode(tokens) if self.tokenizer else ""
+        ends = [place for stop in self.stop_strings if (place := text.find(stop)) >= 0]
+        logprobs = [token.logprob for token in result.tokens] if self.context.token_logprobs else None
+        return Result(text[: min(ends, default=len(text))], tokens, logprobs, result.finish_reason)  # type: ignore[arg-type]
+
+
+def eos_token_ids(model: Model) -> list[int]:
+    """The ids that end a text: those of generation_config.json, else of config.json, and the tokenizer's, joined."""
+    named = model.generation_config.get("eos_token_id", model.config.get("eos_token_id"))
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    return [*dict.fromkeys([*ids, *(model.tokenizer.eos_token_ids if model.tokenizer else ())])]
+
+
+def _is_one(prompts: Any) -> bool:
+    """Whether this is one prompt: a str, or a list that begins with a message or a token id."""
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping | int | np.integer))
+
+
+def _held(text: str, stops: Sequence[str]) -> int:
+    """How many characters at the end of text may be the beginning of a stop string."""
+    sizes = [size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])]
+    return max(sizes, default=0)
+
+
+def _results(steps: Steps) -> list[loop.Result]:
+    """What a run returns at its end."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,131 @@
+"""Compiled steps: the same values as eager ones, one program for every position and allocation, and no repeated work."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cases import array, same
+
+from mlx_transmuter.cache import CacheIndex
+
+SLOTS = 24
+
+
+def tables(rng: np.random.Generator, rows: int, width: int) -> np.ndarray:
+    table = rng.permutation(SLOTS)[: rows * width].reshape(rows, width)
+    return np.where(rng.random((rows, width)) < 0.15, rng.choice([-1, 99]), table)
+
+
+def positions(rng: np.random.Generator, batch: int, seq: int, width: int) -> np.ndarray:
+    start = rng.integers(0, width, (batch, 1))
+    return np.where(rng.random((batch, seq)) < 0.2, -1, start + np.arange(seq))
+
+
+def a_table(rng: np.random.Generator) -> CacheIndex:
+    return CacheIndex.make(positions(rng, 3, 2, 5), tables(rng, 2, 5), row=rng.permutation([0, 1, -1]))
+
+
+def a_window(rng: np.random.Generator) -> CacheIndex:
+    return a_table(rng).window(2)
+
+
+def a_selection(rng: np.random.Generator) -> CacheIndex:
+    return a_table(rng).select(rng.integers(-2, 7, (3, 2, 3)))
+
+
+def blocks(rng: np.random.Generator) -> CacheIndex:
+    index = CacheIndex.make(positions(rng, 2, 3, 9), tables(rng, 2, 9), every=[(2, tables(rng, 2, 4))])
+    return index.every(2)
+
+
+def a_draft(rng: np.random.Generator) -> CacheIndex:
+    table = rng.permutation(SLOTS)
+    index = CacheIndex.make(positions(rng, 2, 3, 6), table[:12].reshape(2, 6))
+    return index.draft(table[12:18].reshape(2, 3), rng.random((2, 3, 3)) < 0.5)
+
+
+def runs_by_heads(rng: np.random.Generator) -> CacheIndex:
+    index = CacheIndex.rows(6, [3, int(rng.integers(0, 4))])
+    return index.narrow(4).heads(2, 6)
+
+
+def packs(rng: np.random.Generator) -> CacheIndex:
+    cut = int(rng.integers(0, 4))
+    return CacheIndex.packed(4, [[cut, 4 - cut], [cut]])
+
+
+FORMS = [a_table, a_window, a_selection, blocks, a_draft, runs_by_heads, packs]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_compiled_step_gives_what_an_eager_one_gives(form):
+    """On every index of one structure, through one trace: positions and tables are inputs, so values make no new program."""
+    rng = np.random.default_rng(4)
+    signature, _ = form(rng).walk()
+    traces = []
+
+    @mx.compile
+    def step(leaves, values, pool):
+        traces.append(signature)
+        index = CacheIndex.from_walk(signature, leaves)
+        return *index.extend(values, pool), index.mask(), index.positions()
+
+    for _ in range(30):
+        index = form(rng)
+        again, leaves = index.walk()
+        assert again == signature
+        pool = array(rng, (SLOTS, 2), np.float32)
+        values = array(rng, (index.batch, index.seq, 2), np.float32)
+        found = step(leaves, mx.array(values), mx.array(pool))
+        for got, wanted in zip(found, (*index.extend(values, pool), index.mask(), index.positions()), strict=True):
+            same(got, np.array(wanted))
+    assert len(traces) == 1
+
+
+def test_an_index_may_be_built_and_advanced_inside_a_step():
+    """make, window, select, draft, advance, narrow and heads look at no value, so tracers will do."""
+    rng = np.random.default_rng(5)
+
+    def step(pos, table, columns, slots, sees, values, pool):
+        index = CacheIndex.make(pos, table)
+        seen, pool = index.window(3).select(columns).extend(values, pool)
+        drafted, pool = index.narrow(4).draft(slots, sees).extend(values, pool)
+        heads, pool = index.heads(2, 6).extend(mx.repeat(values, 2, axis=0), pool)
+        return seen, drafted, heads, index.advance().positions(), pool
+
+    compiled = mx.compile(step)
+    for _ in range(10):
+        table = rng.permutation(12)
+        arguments = [
+            positions(rng, 1, 2, 6).astype(np.int32),
+            table[:6].reshape(1, 6).astype(np.int32),
+            rng.integers(-2, 8, (1, 2, 3)).astype(np.int32),
+            table[6:8].reshape(1, 2).astype(np.int32),
+            rng.random((1, 2, 2)) < 0.5,
+            array(rng, (1, 2, 2), np.float32),
+            array(rng, (12, 2), np.float32),
+        ]
+        arguments = [mx.array(a) for a in arguments]
+        for got, wanted in zip(compiled(*arguments), step(*arguments), strict=True):
+            same(got, np.array(wanted))
+
+
+def test_layers_share_the_index_arithmetic():
+    """A step of many layers holds the slots and the masks once: a layer more adds only its own pools' reads and writes."""
+
+    def primitives(layers: int) -> int:
+        index = CacheIndex.make([[3], [1]], [[0, 1, 2, 3], [4, 5, 6, 7]])
+        values, out = mx.zeros((2, 1, 2)), []
+        for pool in [mx.zeros((8, 2)) for _ in range(layers)]:
+            seen, pool = index.extend(values, pool)
+            out += [seen, pool]
+        text = StringIO()
+        mx.export_to_dot(text, *out)
+        return text.getvalue().count("shape=rectangle")
+
+    one, two, three = (primitives(n) for n in (1, 2, 3))
+    assert three - two == two - one
+    assert two - one < one - 10

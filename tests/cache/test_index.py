@@ -1,0 +1,398 @@
+"""CacheIndex against the brute-force model of its laws, on random indices."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from brute import Brute, attention
+from cases import Case, array, cases, same
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mlx_transmuter.cache import CacheIndex
+
+many = settings(max_examples=3000, deadline=None)
+some = settings(max_examples=200, deadline=None)
+
+
+def graph(*arrays: mx.array) -> str:
+    """The primitives that make the arrays, as text."""
+    out = StringIO()
+    mx.export_to_dot(out, *arrays)
+    return out.getvalue()
+
+
+# Laws 1, 2, 3, 5 and 6, on every index
+
+
+@many
+@given(case=cases())
+def test_every_law_on_every_index(case: Case):
+    """Column is position; -1 addresses nothing; a token stores at its own column; padding stores nothing; unseen is zero."""
+    seen, pool = case.index.extend(case.values, case.pool)
+    wanted_seen, wanted_pool = case.brute.extend(case.values, case.pool)
+    same(pool, wanted_pool)
+    same(seen, wanted_seen)
+    same(case.index.mask(), case.brute.mask())
+    same(case.index.visible(), case.brute.mask()[:, None])
+    same(case.index.positions(), case.brute.positions())
+    assert (case.index.batch, case.index.seq) == case.values.shape[:2]
+    assert case.index.context == len(case.brute.columns_of(0))
+
+
+@some
+@given(case=cases())
+def test_store_then_read_is_extend(case: Case):
+    """The two halves of extend, apart; a whole index and a draft have no read."""
+    pool = case.index.store(case.values, case.pool)
+    wanted_seen, wanted_pool = case.brute.extend(case.values, case.pool)
+    same(pool, wanted_pool)
+    if case.brute.table is None or case.brute.slots is not None:
+        with pytest.raises(ValueError, match=r"CacheIndex\.read"):
+            case.index.read(pool)
+    else:
+        same(case.index.read(pool), wanted_seen)
+
+
+@some
+@given(case=cases())
+def test_advance_is_one_past_the_greatest(case: Case):
+    """The next token of every lane, padding at 0; window and every stay, selection and draft go; a whole index refuses."""
+    if case.brute.table is None:
+        with pytest.raises(ValueError, match=r"CacheIndex\.advance"):
+            case.index.advance()
+        return
+    index, brute = case.index.advance(), case.brute.advance()
+    same(index.positions(), brute.positions())
+    same(index.mask(), brute.mask())
+    targets = brute.targets(len(case.pool))
+    assume(len(set(targets)) == len(targets))
+    seen, pool = index.extend(case.values[:, :1], case.pool)
+    wanted_seen, wanted_pool = brute.extend(case.values[:, :1], case.pool)
+    same(pool, wanted_pool)
+    same(seen, wanted_seen)
+
+
+@some
+@given(case=cases())
+def test_the_index_is_its_walk(case: Case):
+    """from_walk(*walk()) gives what the index gives, and place moves nothing."""
+    signature, leaves = case.index.walk()
+    assert hash(signature) == hash(case.index.walk()[0])
+    wanted_seen, wanted_pool = case.brute.extend(case.values, case.pool)
+    for again in (CacheIndex.from_walk(signature, leaves), case.index.place(mx.default_device())):
+        assert again.walk()[0] == signature
+        seen, pool = again.extend(case.values, case.pool)
+        same(pool, wanted_pool)
+        same(seen, wanted_seen)
+
+
+# Law 4
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint8])
+def test_two_stores_at_one_slot_leave_one_of_them_element_by_element(dtype):
+    rng = np.random.default_rng(0)
+    table = [[4, 1], [4, 2], [4, 3]]
+    pool, values = array(rng, (6, 5), dtype), array(rng, (3, 1, 5), dtype)
+    _, out = CacheIndex.make([[0], [0], [0]], table).extend(values, pool)
+    out = np.array(out)
+    for element, stores in zip(out[4], values[:, 0].T, strict=True):
+        assert element.tobytes() in [store.tobytes() for store in stores]
+    others = [0, 1, 2, 3, 5]
+    assert out[others].tobytes() == pool[others].tobytes()
+
+
+# Law 2, where the argument doesn't fit int32
+
+
+def test_numbers_beyond_int32_address_nothing():
+    """2**32 is no slot 0 and no position 0, whichever kind of array holds it."""
+    pool = np.arange(4, dtype=np.float32)[:, None] + 1
+    values = np.full((1, 1, 1), 9, np.float32)
+    for big in (2**32, -(2**32), 2**63 - 1):
+        for kind in (np.asarray, lambda x: mx.array(np.asarray(x)), list):
+            same(CacheIndex.make([[0]], kind([[big, 1]])).extend(values, pool)[1], pool)
+            same(CacheIndex.make(kind([[big]]), [[0, 1]]).extend(values, pool)[1], pool)
+    same(CacheIndex.make([[0]], np.array([[2**32 - 1, 1]], np.uint32)).extend(values, pool)[1], pool)
+    same(CacheIndex.make([[0]], mx.array([[2**32 - 1, 1]], mx.uint32)).extend(values, pool)[1], pool)
+
+
+def test_a_width_of_bfloat16_is_stored_bit_by_bit():
+    """Any dtype: also the one numpy lacks, in a row of an odd number of elements."""
+    bits = np.arange(6 * 3, dtype=np.uint16).reshape(6, 3) * 3641
+    pool, values = mx.array(bits).view(mx.bfloat16), mx.array(bits[None, :2] + 5).view(mx.bfloat16)
+    _, out = CacheIndex.make([[1, -1]], [[5, 3]]).extend(values, pool)
+    wanted = bits.copy()
+    wanted[3] = bits[0] + 5
+    same(out.view(mx.uint16), wanted)
+
+
+# Reading a run
+
+
+@st.composite
+def runs(draw):
+    """(rows index, the same index made of its table, pool, values), of a random context, window and number of lanes."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    context, batch = draw(st.integers(1, 9)), draw(st.integers(1, 3))
+    lens = rng.integers(0, context + 1, batch).tolist()
+    index = CacheIndex.rows(context, lens)
+    if draw(st.booleans()):
+        index = index.advance()
+    signature, leaves = index.walk()
+    made = CacheIndex.from_walk(signature, leaves)
+    if draw(st.booleans()):
+        w = draw(st.integers(1, 9))
+        index, made = index.window(w), made.window(w)
+    if draw(st.booleans()):
+        narrow = draw(st.integers(1, context))
+        index, made = index.narrow(narrow), made.narrow(narrow)
+    return index, made, context, rng
+
+
+@some
+@given(run=runs())
+def test_a_run_is_read_by_a_slice_and_gives_what_a_gather_gives(run):
+    index, made, context, rng = run
+    pool = array(rng, (index.batch * context, 2), np.float32)
+    values = array(rng, (index.batch, index.seq, 2), np.float32)
+    (seen, out), (wanted_seen, wanted) = index.extend(values, pool), made.extend(values, pool)
+    same(out, np.array(wanted))
+    same(seen, np.array(wanted_seen))
+    assert "Gather" not in graph(index.read(mx.array(pool)))
+    assert "Gather" in graph(made.read(mx.array(pool)))
+
+
+def test_a_run_without_zeroing_is_a_view():
+    """read(zero=False) allocates nothing, narrowed and by heads, and is exact in every column that is seen."""
+    rng = np.random.default_rng(1)
+    pool = mx.array(rng.standard_normal((2 * 3 * 512, 64)).astype(np.float32))
+    index = CacheIndex.rows(512, [500, 130]).narrow(256).heads(3, 512)
+    mx.eval(pool, index.mask())
+    before = mx.get_active_memory()
+    seen = index.read(pool, zero=False)
+    mx.eval(seen)
+    assert mx.get_active_memory() - before < 4096
+    assert seen.shape == (6, 256, 64)
+    live = np.array(index.mask()).any(axis=1)
+    np.testing.assert_array_equal(np.array(seen)[live], np.array(index.read(pool))[live])
+
+
+# narrow and heads
+
+
+@some
+@given(case=cases(), data=st.data())
+def test_narrow_reads_the_first_columns_alone(case: Case, data):
+    """The index over a table cut to `context` columns, its blocks to those they need; a whole index refuses."""
+    if case.brute.table is None:
+        with pytest.raises(ValueError, match=r"CacheIndex\.narrow"):
+            case.index.narrow(1)
+        return
+    context = data.draw(st.integers(1, len(case.brute.table[0])))
+    case.brute.table = [slots[:context] for slots in case.brute.table]
+    case.brute.blocks = {m: [s[: -(-context // m)] for s in t] for m, t in case.brute.blocks.items()}
+    index = case.index.narrow(context)
+    seen, pool = index.extend(case.values, case.pool)
+    wanted_seen, wanted_pool = case.brute.extend(case.values, case.pool)
+    same(pool, wanted_pool)
+    same(seen, wanted_seen)
+    same(index.mask(), case.brute.mask())
+    with pytest.raises(ValueError, match=r"CacheIndex\.narrow"):
+        index.narrow(context + 1)
+
+
+@some
+@given(case=cases(), n=st.integers(1, 3), data=st.data())
+def test_heads_of_a_pool_are_as_many_pools(case: Case, n: int, data):
+    """Head h of slot s at (s // block · n + h) · block + s mod block: each head is what the index gives on its own pool."""
+    block = data.draw(st.integers(1, len(case.pool) + 1))
+    slots = -(-max(1, len(case.pool)) // block) * block
+    rng = np.random.default_rng(7)
+    tail, dtype = case.pool.shape[1:], case.pool.dtype.type
+    pools = array(rng, (n, slots, *tail), dtype)
+    values = array(rng, (case.brute.batch, n, case.brute.seq, *tail), dtype)
+    flat = np.stack([pools[h, s] for first in range(0, slots, block) for h in range(n) for s in range(first, first + block)])
+    index = case.index.heads(n, block)
+    seen, out = index.extend(values.reshape(-1, case.brute.seq, *tail), flat)
+    seen = seen.reshape(case.brute.batch, n, *seen.shape[1:])
+    out = np.array(out).reshape(slots // block, n, block, *tail).swapaxes(0, 1).reshape(n, slots, *tail)
+    for h in range(n):
+        wanted_seen, wanted = case.brute.extend(values[:, h], pools[h])
+        assert out[h].tobytes() == wanted.tobytes()
+        same(seen[:, h], wanted_seen)
+    same(index.mask(), np.repeat(case.brute.mask(), n, axis=0))
+    same(index.positions(), np.repeat(case.brute.positions(), n, axis=0))
+
+
+def test_rows_by_heads_stay_slices_and_the_pool_lies_as_attention_wants_it():
+    """With block the rows' context the pool is [batch, n, context, dim], and the read of its first columns a view of it."""
+    index = CacheIndex.rows(8, [5, 3]).narrow(4)
+    pool = mx.arange(2 * 3 * 8 * 2, dtype=mx.float32).reshape(-1, 2)
+    seen = index.heads(3, 8).read(pool, zero=False)
+    same(seen.reshape(2, 3, 4, 2), np.array(pool).reshape(2, 3, 8, 2)[:, :, :4])
+    assert "Gather" not in graph(seen)
+    assert "Gather" in graph(index.heads(3, 16).read(pool))
+
+
+# What the forms of an index mean
+
+
+def _attend(index: CacheIndex, query, keys, values, pools):
+    """Attention of one head over the index as MLX computes it, and the new pools."""
+    seen_k, k = index.extend(keys, pools[0])
+    seen_v, v = index.extend(values, pools[1])
+    q = mx.array(query)[:, None]
+    out = mx.fast.scaled_dot_product_attention(q, seen_k[:, None], seen_v[:, None], scale=1.0, mask=index.visible())
+    return np.array(out)[:, 0], (k, v)
+
+
+@some
+@given(seed=st.integers(0, 2**32 - 1), block=st.integers(1, 4), w=st.sampled_from([None, 1, 3]))
+def test_a_sequence_fed_in_parts_through_pages_attends_as_one(seed: int, block: int, w: int | None):
+    """NaN and infinity in every slot nobody stored at; parts, pages, windows and left padding change no output."""
+    rng = np.random.default_rng(seed)
+    length, d = int(rng.integers(1, 12)), 3
+    q, k, v = rng.standard_normal((3, length, d)).astype(np.float32)
+    places = np.arange(length)
+    mask = places[None] <= places[:, None]
+    if w is not None:
+        mask &= places[None] > places[:, None] - w
+    wanted = attention(q, k, v, mask)
+    blocks = -(-length // block)
+    pages = rng.permutation(blocks + 3)[:blocks]
+    table = (pages[:, None] * block + np.arange(block)).reshape(1, -1)
+    slots = (blocks + 3) * block
+    pools = (np.full((slots, d), np.nan, np.float32), np.full((slots, d), np.inf, np.float32))
+    start = 0
+    while start < length:
+        n = int(rng.integers(1, length - start + 1))
+        pad = int(rng.integers(0, 3))
+        pos = np.array([[-1] * pad + list(range(start, start + n))])
+        index = CacheIndex.make(pos, table)
+        index = index if w is None else index.window(w)
+        part = [np.pad(x[None, start : start + n], ((0, 0), (pad, 0), (0, 0)), constant_values=5) for x in (q, k, v)]
+        out, pools = _attend(index, *part, pools)
+        np.testing.assert_allclose(out[0, pad:], wanted[start : start + n], rtol=2e-4, atol=2e-5)
+        start += n
+
+
+def test_two_lanes_of_one_sequence_see_each_other_as_in_one_lane():
+    rng = np.random.default_rng(2)
+    pool = array(rng, (6, 2), np.float32)
+    values = rng.standard_normal((3, 1, 2)).astype(np.float32)
+    table = [[4, 0, 5, 1]]
+    apart, out = CacheIndex.make([[1], [2], [3]], table, row=[0, 0, 0]).extend(values, pool)
+    together, wanted = CacheIndex.make([[1, 2, 3]], table).extend(values.reshape(1, 3, 2), pool)
+    same(out, np.array(wanted))
+    for lane in range(3):
+        same(apart[lane, : lane + 2], np.array(together)[0, : lane + 2])
+
+
+def test_a_kept_path_of_a_draft_is_the_chain_fed_alone():
+    """A tree of guesses in spare slots; naming the kept ones in the next table gives the chain's keys, and copies nothing."""
+    rng = np.random.default_rng(3)
+    d = 3
+    pool = rng.standard_normal((12, d)).astype(np.float32)
+    table = np.array([[7, 2, 9, -1, -1, -1]])
+    parents, pos = [-1, 0, 0, 2], np.array([[3, 4, 4, 5]])  # two guesses at position 4, one after the second of them
+    sees = np.zeros((1, 4, 4), bool)
+    for i, parent in enumerate(parents):
+        sees[0, i] = sees[0, parent] if parent >= 0 else False
+        sees[0, i, i] = True
+    tokens = rng.standard_normal((1, 4, d)).astype(np.float32)
+    slots = np.array([[0, 11, 5, 3]])
+    draft = CacheIndex.make(pos, table).draft(slots, sees)
+    seen, out = draft.extend(tokens, pool)
+    path = [0, 2, 3]
+    chain = CacheIndex.make(pos[:, path], np.array([[7, 2, 9, 0, 5, 3]]))
+    chain_seen, chain_out = chain.extend(tokens[:, path], pool)
+    mask, chain_mask = np.array(draft.mask()), np.array(chain.mask())
+    for token, i in enumerate(path):
+        np.testing.assert_array_equal(np.array(seen)[0][mask[0, i]], np.array(chain_seen)[0][chain_mask[0, token]])
+    kept = np.array(table)
+    kept[0, pos[0, path]] = slots[0, path]
+    after = CacheIndex.make([[6]], np.pad(kept, ((0, 0), (0, 1)), constant_values=4))
+    new = rng.standard_normal((1, 1, d)).astype(np.float32)
+    same(after.extend(new, out)[0], np.array(after.extend(new, chain_out)[0]))
+
+
+@some
+@given(seed=st.integers(0, 2**32 - 1))
+def test_packing_gives_each_sequence_what_it_has_alone(seed: int):
+    rng = np.random.default_rng(seed)
+    lens = [rng.integers(0, 4, rng.integers(1, 4)).tolist() for _ in range(2)]
+    seq = max(1, *map(sum, lens)) + int(rng.integers(0, 2))
+    q, k, v = rng.standard_normal((3, 2, seq, 3)).astype(np.float32)
+    index = CacheIndex.packed(seq, lens)
+    out, _ = _attend(index, q, k, v, (np.zeros((0, 3), np.float32), np.zeros((0, 3), np.float32)))
+    for b, lane in enumerate(lens):
+        start = seq - sum(lane)
+        for n in lane:
+            part = slice(start, start + n)
+            wanted = attention(q[b, part], k[b, part], v[b, part], np.tril(np.ones((n, n), bool)))
+            np.testing.assert_allclose(out[b, part], wanted, rtol=2e-4, atol=2e-5)
+            np.testing.assert_array_equal(np.array(index.positions())[b, part], np.arange(n))
+            start += n
+
+
+@some
+@given(lens=st.lists(st.integers(0, 4), min_size=1, max_size=3), m=st.integers(1, 3), w=st.integers(1, 4))
+def test_packed_of_one_sequence_a_lane_is_whole(lens: list[int], m: int, w: int):
+    packed, whole = CacheIndex.packed(4, [[n] for n in lens]).window(w), CacheIndex.whole(len(lens), 4, lens).window(w)
+    same(packed.mask(), np.array(whole.mask()))
+    same(packed.positions(), np.array(whole.positions()))
+    chosen = np.random.default_rng(sum(lens)).integers(-1, 5, (len(lens), 4, m))
+    values = np.random.default_rng(m).standard_normal((len(lens), 4, 2)).astype(np.float32)
+    (seen, _), (wanted, _) = (i.select(chosen).extend(values, np.zeros((0, 2), np.float32)) for i in (packed, whole))
+    same(seen, np.array(wanted))
+
+
+# walk
+
+
+def _structure(brute: Brute) -> tuple:
+    """What the specification says a walk reports."""
+    return (
+        brute.case,
+        brute.row is not None,
+        tuple(brute.blocks),
+        brute.every,
+        brute.window,
+        brute.columns is not None,
+        brute.slots is not None,
+    )
+
+
+def _leaves(brute: Brute) -> list:
+    found = [brute.row, brute.pos, brute.table, *brute.blocks.values(), brute.columns, brute.slots, brute.sees]
+    return [leaf for leaf in found if leaf is not None]
+
+
+@settings(max_examples=400, deadline=None)
+@given(a=cases(), b=cases())
+def test_signatures_agree_exactly_when_the_structures_do(a: Case, b: Case):
+    """Structure and no value: the case, row, blocks, every, window, selection, draft. Leaves in the order of the walk."""
+    (signature_a, leaves), (signature_b, _) = a.index.walk(), b.index.walk()
+    assert (signature_a == signature_b) == (_structure(a.brute) == _structure(b.brute))
+    assert len(leaves) == len(_leaves(a.brute))
+    for leaf, wanted in zip(leaves, _leaves(a.brute), strict=True):
+        assert leaf.dtype == (mx.bool_ if np.asarray(wanted).dtype == np.bool_ else mx.int32)
+        np.testing.assert_array_equal(np.array(leaf), np.asarray(wanted))
+
+
+def test_a_narrowed_run_walks_as_a_run():
+    """narrow is what makes a run part of the structure; rows alone walks as the table it is."""
+    rows = CacheIndex.rows(6, [2, 3])
+    made = CacheIndex.make(rows.walk()[1][0], rows.walk()[1][1])
+    assert rows.walk()[0] == made.walk()[0]
+    assert rows.narrow(4).walk()[0] != made.narrow(4).walk()[0]
+    assert rows.narrow(4).walk()[0] != CacheIndex.rows(5, [2, 3]).narrow(4).walk()[0]
+    again = CacheIndex.from_walk(*rows.narrow(4).walk())
+    assert "Gather" not in graph(again.read(mx.zeros((12, 2))))
+    with pytest.raises(ValueError, match=r"CacheIndex\.from_walk"):
+        CacheIndex.from_walk(rows.walk()[0], [])

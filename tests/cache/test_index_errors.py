@@ -1,0 +1,139 @@
+"""Every argument that the specification calls invalid, and what the error says."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_transmuter.cache import CacheError, CacheIndex
+
+make, rows, whole, packed = CacheIndex.make, CacheIndex.rows, CacheIndex.whole, CacheIndex.packed
+tabled = make([[0, 1]], [[3, 4, 5]], every=[(2, [[0, 1]])])
+plain = make([[0, 1]], [[3, 4, 5]])
+chosen = np.zeros((1, 2, 1), int)
+sees = np.ones((1, 2, 2), bool)
+drafted = plain.draft([[6, 7]], sees)
+pool = np.zeros((8, 2), np.float32)
+values = np.zeros((1, 2, 2), np.float32)
+
+INVALID = {
+    "make: pos of one axis": (lambda: make([0], [[1]]), "pos"),
+    "make: table of three axes": (lambda: make([[0]], [[[1]]]), "table"),
+    "make: no lane": (lambda: make(np.zeros((0, 1), int), np.zeros((0, 1), int)), "pos"),
+    "make: no token": (lambda: make(np.zeros((1, 0), int), [[1]]), "pos"),
+    "make: no column": (lambda: make([[0]], np.zeros((1, 0), int)), "table"),
+    "make: no row": (lambda: make([[0]], np.zeros((0, 1), int), row=[0]), "table"),
+    "make: rows other than lanes": (lambda: make([[0]], [[1], [2]]), "2 rows"),
+    "make: row of another length": (lambda: make([[0]], [[1]], row=[0, 0]), "row"),
+    "make: row of two axes": (lambda: make([[0]], [[1]], row=[[0]]), "row"),
+    "make: floats": (lambda: make([[0.0]], [[1]]), "float64"),
+    "make: MLX floats": (lambda: make([[0]], mx.zeros((1, 1))), "float32"),
+    "make: booleans": (lambda: make([[True]], [[1]]), "bool"),
+    "make: ragged": (lambda: make([[0], [1, 2]], [[1]]), "lengths"),
+    "make: block of 1": (lambda: make([[0]], [[1]], every=[(1, [[0]])]), "at least 2"),
+    "make: block twice": (lambda: make([[0]], [[1]], every=[(2, [[0]]), (2, [[0]])]), "each size once"),
+    "make: blocks of other rows": (lambda: make([[0]], [[1]], every=[(2, [[0], [1]])]), "blocks of 2"),
+    "make: blocks empty": (lambda: make([[0]], [[1]], every=[(2, np.zeros((1, 0), int))]), "blocks of 2"),
+    "make: no pair": (lambda: make([[0]], [[1]], every=[2]), "pairs"),
+    "rows: no lane": (lambda: rows(4, []), "no lane"),
+    "rows: context 0": (lambda: rows(0, [0]), "context"),
+    "rows: length below 0": (lambda: rows(4, [-1]), "lens"),
+    "rows: length past the context": (lambda: rows(4, [1, 5]), r"lens\[1\]"),
+    "rows: a number for a list": (lambda: rows(4, 3), "list of lengths"),
+    "rows: a fraction": (lambda: rows(4, [1.5]), "integer"),
+    "rows: block of 1": (lambda: rows(4, [1], every=[1]), "at least 2"),
+    "rows: block twice": (lambda: rows(4, [1], every=[3, 3]), "each size once"),
+    "whole: no lane": (lambda: whole(0, 1), "batch"),
+    "whole: no token": (lambda: whole(1, 0), "seq"),
+    "whole: length past seq": (lambda: whole(1, 2, [3]), "lens"),
+    "whole: length below 0": (lambda: whole(1, 2, [-1]), "lens"),
+    "whole: other lanes": (lambda: whole(2, 2, [1]), "1 lengths"),
+    "packed: no lane": (lambda: packed(3, []), "no lane"),
+    "packed: no token": (lambda: packed(0, [[1]]), "seq"),
+    "packed: length below 0": (lambda: packed(3, [[1, -1]]), r"lens\[0\]\[1\]"),
+    "packed: more than seq": (lambda: packed(3, [[1], [2, 2]]), "4 tokens"),
+    "packed: a number for a lane": (lambda: packed(3, [1]), "list of lengths"),
+    "packed: a number for a list": (lambda: packed(3, 1), "lengths"),
+    "window: 0": (lambda: plain.window(0), "window"),
+    "window: true": (lambda: plain.window(True), "window"),
+    "select: two axes": (lambda: plain.select([[0, 1]]), "columns"),
+    "select: other tokens": (lambda: plain.select(np.zeros((1, 3, 1), int)), "columns"),
+    "select: k 0": (lambda: plain.select(np.zeros((1, 2, 0), int)), "columns"),
+    "select: a draft": (lambda: drafted.select(chosen), "draft"),
+    "draft: slots of another shape": (lambda: plain.draft([[6]], sees), "slots"),
+    "draft: sees of another shape": (lambda: plain.draft([[6, 7]], sees[:, :1]), "sees"),
+    "draft: sees of integers": (lambda: plain.draft([[6, 7]], sees.astype(int)), "booleans"),
+    "draft: whole": (lambda: whole(1, 2).draft([[6, 7]], sees), "over a table"),
+    "draft: packed": (lambda: packed(2, [[2]]).draft([[6, 7]], sees), "over a table"),
+    "draft: blocks": (lambda: tabled.every(2).draft([[6, 7]], sees), "without blocks"),
+    "draft: a selection": (lambda: plain.select(chosen).draft([[6, 7]], sees), "selection"),
+    "every: 0": (lambda: plain.every(0), "at least 1"),
+    "every: no such table": (lambda: tabled.every(3), r"\[2\]"),
+    "every: no table": (lambda: plain.every(2), r"\[\]"),
+    "every: blocks of another size": (lambda: tabled.every(2).every(3), "positions"),
+    "every: back to positions": (lambda: tabled.every(2).every(1), "positions"),
+    "every: a selection": (lambda: tabled.select(chosen).every(2), "selection"),
+    "every: a draft": (lambda: tabled.draft([[6, 7]], sees).every(2), "draft"),
+    "every: packed": (lambda: packed(2, [[2]]).every(2), "unpacked"),
+    "advance: whole": (lambda: whole(1, 2).advance(), "keeps nothing"),
+    "advance: packed": (lambda: packed(2, [[2]]).advance(), "keeps nothing"),
+    "narrow: 0": (lambda: plain.narrow(0), "narrow"),
+    "narrow: wider": (lambda: plain.narrow(4), "at most 3"),
+    "narrow: whole": (lambda: whole(1, 2).narrow(1), "over a table"),
+    "heads: 0": (lambda: plain.heads(0, 8), "heads: n"),
+    "heads: block 0": (lambda: plain.heads(2, 0), "heads: block"),
+    "heads: past int32": (lambda: plain.heads(2, 2**30), "at most"),
+    "extend: another tail": (lambda: plain.extend(values[:, :, :1], pool), r"\[1, 2, 2\]"),
+    "extend: other tokens": (lambda: plain.extend(values[:, :1], pool), r"\[1, 2, 2\]"),
+    "extend: another dtype": (lambda: plain.extend(values.astype(np.float16), pool), "float16"),
+    "extend: no slot axis": (lambda: plain.extend(values, np.float32(0)), "axis of slots"),
+    "extend: whole, another tail": (lambda: whole(1, 2).extend(values[:, :, :1], pool), r"\[1, 2, 2\]"),
+    "store: another tail": (lambda: plain.store(values[:, :, :1], pool), r"\[1, 2, 2\]"),
+    "read: a draft": (lambda: drafted.read(pool), "extend"),
+    "read: whole": (lambda: whole(1, 2).read(pool), "extend"),
+    "place: no device": (lambda: plain.place("cpu"), "stream"),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_an_invalid_argument_raises_and_names_itself(name: str):
+    act, says = INVALID[name]
+    with pytest.raises(ValueError, match=says) as raised:
+        act()
+    assert isinstance(raised.value, CacheError)
+    assert raised.value.where.startswith("CacheIndex.")
+    assert raised.value.expected
+
+
+VALID = {
+    "every 1 of a constructor's index": lambda: [i.every(1) for i in (plain, drafted, packed(2, [[2]]), whole(1, 2))],
+    "every of the size it reads, even selecting": lambda: [tabled.every(2).select(chosen).every(2)],
+    "draft over a draft": lambda: [drafted.draft([[1, 2]], sees)],
+    "window over a draft": lambda: [drafted.window(2)],
+    "selection in blocks, on packed, over a selection": lambda: [
+        tabled.every(2).select(chosen),
+        packed(2, [[2]]).select(chosen),
+        plain.select(chosen).select(chosen),
+    ],
+    "a lane of no token": lambda: [rows(3, [0]), whole(1, 1, [0]), packed(1, [[]]), packed(1, [[0]])],
+    "numpy numbers": lambda: [rows(np.int64(3), np.array([1, 2])), whole(np.int32(1), np.int8(2)), plain.window(np.int64(1))],
+    "MLX lengths": lambda: [rows(3, mx.array([1, 2]))],
+}
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_what_the_specification_allows_does_not_raise(name: str):
+    for index in VALID[name]():
+        assert index.mask().shape[:2] == (index.batch, index.seq)
+
+
+def test_every_of_the_same_size_is_the_index_itself():
+    assert plain.every(1) is plain
+    blocks = tabled.every(2)
+    assert blocks.every(2) is blocks
+
+
+def test_an_index_can_not_be_changed():
+    with pytest.raises(AttributeError):
+        plain._window = 3  # type: ignore[misc]
