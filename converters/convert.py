@@ -17,16 +17,17 @@ from tqdm import tqdm
 from converters import prove
 from converters.card import card
 from converters.errors import ConvertError
-from converters.match import Record
+from converters.match import Record, Rewrite
 from converters.names import name_weights
-from converters.passes import ORDER, rewrite
+from converters.passes import IN_GRAPH, OVER_POOLS, rewrite
 from converters.read import read
 from converters.tensors import Tensor
 from mlx_transmuter import ops, weights
+from mlx_transmuter.decoder import DecoderError
 from mlx_transmuter.model import PROGRAM, load_module, read_json
-from mlx_transmuter.module import Module
-from mlx_transmuter.program import Program
-from mlx_transmuter.signature import Signature, SignatureError, declared_mode, outputs
+from mlx_transmuter.module import LARGEST, Module
+from mlx_transmuter.program import FORMAT, Program, ProgramError
+from mlx_transmuter.signature import INDEX, Mode, Signature, SignatureError, declared_mode, outputs
 from mlx_transmuter.tokenizer import Tokenizer
 
 # What is kept of a source beside its graph. Nothing that holds code.
@@ -48,34 +49,53 @@ def convert(source: Path, file: str, out: Path, *, progress: bool = True, base_m
     """
     source, out = Path(source), Path(out)
     path = source / file
-    if out.exists() and not out.is_dir() or out.is_dir() and any(out.iterdir()) and not (out / PROGRAM).is_file():
-        raise ConvertError(out, "something that is no converted folder", "a new folder", "choose another one")
     try:
+        _check_target(out, path)
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".partial", dir=out.parent) as temporary:
             staged = Path(temporary) / "model"
             staged.mkdir()
             _convert_into(staged, source, path, progress, base_model)
             _put_in_place(staged, out, Path(temporary) / "old")
+    except ops.OperatorError as problem:
+        raise ConvertError(path, problem.found, problem.expected, problem.do, problem.node) from problem
+    except ProgramError as problem:
+        raise ConvertError(problem.where, problem.found, problem.expected, problem.do) from problem
     except OSError as problem:
         if problem.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ConvertError(out, "a full disk", "room for the converted model", "free some and convert again") from None
-        raise
-    except RuntimeError as problem:  # what MLX raises for a file that it cannot write
-        raise ConvertError(out, f"a file that cannot be written ({problem})", "room and rights for the model") from None
+        found = f"{problem.strerror or problem} ({problem.filename or path})"
+        raise ConvertError(out, found, "files that can be read and a folder that can be written") from problem
+    except (MemoryError, RuntimeError) as problem:  # a RuntimeError is what MLX raises where it gets no memory or disk
+        raise ConvertError(out, f"{type(problem).__name__}: {problem}", "memory and a disk for the model") from problem
     return out
+
+
+def _check_target(out: Path, path: Path) -> None:
+    """Raises ConvertError for a place that a conversion of `path` must not take: only a conversion is replaced."""
+    if not (out.exists() or out.is_symlink()):
+        return
+    free = out.is_dir() and (not any(out.iterdir()) or _is_converted(out))
+    if not free or path.resolve().is_relative_to(out.resolve()):
+        raise ConvertError(out, "something that is no converted folder", "a new folder", "choose another one")
+
+
+def _is_converted(folder: Path) -> bool:
+    if not (folder / PROGRAM).is_file():
+        return False
+    with open(folder / PROGRAM, "rb") as file:
+        return f'"{FORMAT}"'.encode() in file.read(256)
 
 
 def _put_in_place(staged: Path, out: Path, old: Path) -> None:
     """Gives the whole folder its name; a folder of that name is moved away first and is back if that fails."""
-    if not out.exists():
-        staged.rename(out)
-        return
-    out.rename(old)
     try:
+        if out.exists():
+            out.rename(old)
         staged.rename(out)
     except BaseException:
-        old.rename(out)
+        if old.exists() and not out.exists():
+            old.rename(out)
         raise
 
 
@@ -99,13 +119,19 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
     lengths = _proof_lengths(config)
     case = prove.Case.random(signature.vocab, lengths)
     limit = _tolerance(graph)
-    order = ORDER
+    order = IN_GRAPH
     while True:
-        program, records = rewrite(graph, order)
-        _save_weights(folder, program, progress)
-        module = Module(program, weights.load(folder, program))
-        wanted = prove.plain(_plain_module(graph, program, module), signature, case)
-        mode, errors = prove.best_mode(module, declared_mode(program, Signature.of(program)), case, wanted, limit)
+        try:
+            program, records = rewrite(graph, order)
+            _save_weights(folder, program, path, progress)
+            module = Module(program, weights.load(folder, program))
+            wanted = prove.plain(_plain_module(graph, program, module), signature, case)
+            _check_logits(wanted, signature.vocab, path)
+            mode, errors = prove.best_mode(module, declared_mode(program, Signature.of(program)), case, wanted, limit)
+        except (ProgramError, ops.OperatorError):
+            if not order:
+                raise  # the graph itself is at fault
+            mode = None
         if mode is not None:
             break
         if not order:
@@ -115,18 +141,56 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
             )  # fmt: skip
         # The last rewrite goes first: it builds on those before it.
         order = order[:-1]
-    dropped = [Record(one.__name__, 0, {"the module disagreed with the graph": 1}) for one in ORDER[len(order) :]]
+    records += [_dropped(one) for one in IN_GRAPH[len(order) :]]
+    # The mode is that of the graph as it is; over pools it runs faster, where that holds.
+    pooled, more = rewrite(program, OVER_POOLS)
+    if pooled.input(INDEX) is not None:
+        far = _error_over_pools(module, pooled, mode, case, wanted)
+        errors["pools"] = far
+        if far <= limit:
+            program = pooled
+            if program.weights.keys() != module.program.weights.keys():
+                _save_weights(folder, program, path, progress)
+        else:
+            more = [_dropped(one) for one in OVER_POOLS]
     program.meta = {
         "cache_mode": mode,
         "max_positions": _max_positions(config, read_json(folder / "genai_config.json")),
-        "proof": {"error": errors[mode], "limit": limit, "tried": errors, "prompts": lengths, "steps": prove.STEPS},
+        "proof": {
+            "error": errors["pools" if program.input(INDEX) is not None else mode],
+            "limit": limit,
+            "tried": {name: far if far != math.inf else "infinite" for name, far in errors.items()},
+            "prompts": lengths,
+            "steps": prove.STEPS,
+        },
         "nodes": {"read": len(graph.nodes), "kept": len(program.nodes)},
-        "rewrites": [{"name": r.name, "held": r.held, "declined": r.declined} for r in [*records, *dropped]],
+        "rewrites": [{"name": r.name, "held": r.held, "declined": r.declined} for r in [*records, *more]],
         "source": {"file": path.name, **({"base_model": base_model} if base_model else {})},
     }
     program.save(folder / PROGRAM)
     load_module(folder)
     (folder / "README.md").write_text(card(program, config, folder), encoding="utf-8")
+
+
+def _dropped(one: Rewrite) -> Record:
+    return Record(one.__name__, 0, {"the module disagreed with the graph": 1})
+
+
+def _error_over_pools(module: Module, pooled: Program, mode: Mode, case: prove.Case, wanted: list[list[np.ndarray]]) -> float:
+    """The error of the program over pools, on the arrays that `module` holds; infinite where it cannot run."""
+    arrays = module.weights()
+    try:
+        over = Module(pooled, {name: arrays[name] for name in pooled.weights})
+        return prove.error(prove.run(over, mode, case), wanted)
+    except (ProgramError, ops.OperatorError, DecoderError):
+        return math.inf
+
+
+def _check_logits(wanted: list[list[np.ndarray]], vocab: int, path: Path) -> None:
+    for logits in (logits for row in wanted for logits in row):
+        if logits.shape != (vocab,) or not np.isfinite(logits).any():
+            found = f"logits {list(logits.shape)}, {int(np.isfinite(logits).sum())} of them finite"
+            raise ConvertError(path, found, f"{vocab} logits a token, as the graph declares", "export the model again")
 
 
 def _check_tokenizer(folder: Path, vocab: int, path: Path) -> None:
@@ -168,7 +232,7 @@ def _array(tensor: Tensor) -> mx.array:
     return ops.to_device(np.ascontiguousarray(tensor.read()).reshape(tensor.shape))
 
 
-def _save_weights(folder: Path, program: Program, progress: bool) -> None:
+def _save_weights(folder: Path, program: Program, path: Path, progress: bool) -> None:
     for old in folder.glob("model*.safetensors*"):
         old.unlink()
     with tqdm(total=len(program.arrays), desc="converting", unit="weight", disable=None if progress else True, leave=False) as bar:
@@ -181,7 +245,9 @@ def _save_weights(folder: Path, program: Program, progress: bool) -> None:
             try:
                 size = ops.device_dtype(tensor.dtype).size * tensor.size
             except ValueError as problem:
-                raise ConvertError(folder.name, f"the weight {name!r}: {problem}", "a type that MLX has") from None
+                raise ConvertError(path, f"the weight {name!r}: {problem}", "a type that MLX has") from None
+            if size > LARGEST:
+                raise ConvertError(path, f"the weight {name!r} of {size} bytes", f"at most {LARGEST}, half of the memory here")
             return name, size, read_
 
         weights.save(folder, [item(name, tensor) for name, tensor in program.arrays.items()])

@@ -14,10 +14,14 @@ from mlx_transmuter.program import Node, Program, Value, Weight
 
 @dataclass(frozen=True)
 class Become:
-    """The node `root` becomes `nodes`, which give all its outputs that are read; with new layers, weights and constants."""
+    """The node `root` becomes `nodes`, which give all its outputs that are read; with new layers, weights and constants.
+
+    aliases: outputs of `root` that from now on are another value.
+    """
 
     root: Node
     nodes: tuple[Node, ...]
+    aliases: dict[str, str] = field(default_factory=dict)
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
     arrays: dict[str, Tensor] = field(default_factory=dict)
     constants: dict[str, np.ndarray] = field(default_factory=dict)
@@ -92,22 +96,25 @@ def apply(program: Program, rewrite: Rewrite) -> tuple[Program, Record]:
             declined[answer.reason] = declined.get(answer.reason, 0) + 1
         else:
             replaced[id(answer.root)] = answer
-    record = Record(rewrite.__name__, len(replaced), declined)
+    record = Record(getattr(rewrite, "__name__", "rewrite"), len(replaced), declined)
     if not replaced:
         return program, record
     nodes: list[Node] = []
     layers, arrays, constants = dict(program.layers), dict(program.arrays), dict(program.constants)
     inputs = {value.name: value for value in program.inputs}
+    aliases: dict[str, str] = {}
     for node in program.nodes:
         answer = replaced.get(id(node))
         if answer is None:
-            nodes.append(node)
+            nodes.append(_aliased(node, aliases))
             continue
-        nodes += answer.nodes
+        nodes += (_aliased(new, aliases) for new in answer.nodes)
+        aliases |= {name: aliases.get(other, other) for name, other in answer.aliases.items()}
         layers |= answer.layers
         arrays |= answer.arrays
         constants |= answer.constants
         inputs |= {value.name: value for value in answer.inputs}
+    nodes = _named(nodes, aliases, [value.name for value in program.outputs])
     program = replace(
         program,
         inputs=tuple(inputs.values()),
@@ -118,3 +125,36 @@ def apply(program: Program, rewrite: Rewrite) -> tuple[Program, Record]:
         weights={name: Weight(array.dtype, array.shape) for name, array in arrays.items()},
     )
     return program.select([value.name for value in program.outputs]), record
+
+
+def _aliased(node: Node, aliases: dict[str, str]) -> Node:
+    if not aliases or not any(name in aliases for name in node.reads()):
+        return node
+    attrs = {
+        key: replace(
+            value,
+            nodes=[_aliased(inner, aliases) for inner in value.nodes],
+            outputs=tuple(replace(out, name=aliases.get(out.name, out.name)) for out in value.outputs),
+        )
+        if isinstance(value, Program)
+        else value
+        for key, value in node.attrs.items()
+    }
+    return replace(node, inputs=tuple(aliases.get(name, name) for name in node.inputs), attrs=attrs)
+
+
+def _named(nodes: list[Node], aliases: dict[str, str], outputs: list[str]) -> list[Node]:
+    """The nodes, such that outputs of the graph that are another value now are given under their own names still."""
+    given = {name for node in nodes for name in node.outputs}
+    names: dict[str, str] = {}
+    copies = []
+    for output in outputs:
+        source = aliases.get(output)
+        if source in given and source not in outputs and source not in names:
+            names[source] = output
+        elif source is not None:
+            copies.append(Node("Identity-1", (names.get(source, source),), (output,)))
+    renamed = [
+        replace(node, outputs=tuple(names.get(name, name) for name in node.outputs)) if names else node for node in nodes
+    ]
+    return [_aliased(node, names) for node in renamed] + copies

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops
-from mlx_transmuter.decoder import Decoder, DecoderError
+from mlx_transmuter.decoder import Decoder
 from mlx_transmuter.module import Module
 from mlx_transmuter.signature import Mode, Signature
 
@@ -120,10 +120,10 @@ def best_mode(module: Module, declared: Mode, case: Case, wanted: list[list[np.n
     for mode in modes(declared):
         try:
             far = error(run(module, mode, case), wanted)
-        except (ops.OperatorError, DecoderError) as problem:
+        except Exception as problem:  # whatever a graph raises over this cache, it does not run over it
             errors[mode] = str(problem)
             continue
-        errors[mode] = far
+        errors[mode] = far if np.isfinite(far) else str(far)
         if far <= limit:
             return mode, errors
     return None, errors

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import numpy as np
 import onnx
 import onnx.inliner
 from google.protobuf.message import DecodeError
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, ValueInfoProto
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorShapeProto, ValueInfoProto
 from tqdm import tqdm
 
 from converters import tensors
@@ -17,9 +19,11 @@ from converters.errors import ConvertError
 from converters.tensors import Tensor
 from mlx_transmuter import ops
 from mlx_transmuter.ops import NAMES
-from mlx_transmuter.program import MAX_CONSTANT_ELEMENTS, Node, Program, Value, Weight
+from mlx_transmuter.program import MAX_CONSTANT_ELEMENTS, Node, Program, ProgramError, Value, Weight
 
 _ONNX_DOMAINS = ("", "ai.onnx")
+# Functions that call functions can come to more nodes than memory holds; no decoder has that many.
+MAX_NODES = 2**20
 
 
 def read(source: Path | ModelProto, *, progress: bool = False) -> Program:
@@ -38,10 +42,10 @@ def read(source: Path | ModelProto, *, progress: bool = False) -> Program:
         raise ConvertError(file, f"functions that cannot be inlined ({error})", "a valid model") from None
     opsets |= {"" if o.domain in _ONNX_DOMAINS else o.domain: o.version for o in model.opset_import}
     missing: dict[str, list[str]] = {}
-    for node in _nodes(model.graph):
+    for node in _nodes(model.graph.node):
         kind, form = _kind(node, opsets)
         if form is None:
-            missing.setdefault(kind, []).append(node.name or node.output[0])
+            missing.setdefault(kind, []).append(node.name or ", ".join(node.output))
     if missing:
         names = ", ".join(f"{kind} ({len(nodes)}, such as {nodes[0]!r})" for kind, nodes in sorted(missing.items()))
         raise ConvertError(
@@ -53,10 +57,10 @@ def read(source: Path | ModelProto, *, progress: bool = False) -> Program:
 
 
 def _parse(file: Path) -> ModelProto:
+    if not file.is_file():
+        raise ConvertError(file, "no such file", "an ONNX model")
     try:
         model = onnx.load_model(str(file), load_external_data=False)
-    except FileNotFoundError:
-        raise ConvertError(file, "no such file", "an ONNX model") from None
     except (DecodeError, ValueError, UnicodeDecodeError, RuntimeError) as error:
         raise ConvertError(
             file, f"{file.stat().st_size} bytes that are no ONNX model ({error})", "a whole ONNX file", "download it again, whole"
@@ -66,12 +70,13 @@ def _parse(file: Path) -> ModelProto:
     return model
 
 
-def _nodes(graph: GraphProto):
-    for node in graph.node:
+def _nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    """The nodes and those of every graph in them."""
+    for node in nodes:
         yield node
         for attribute in node.attribute:
             if attribute.type == AttributeProto.GRAPH:
-                yield from _nodes(attribute.g)
+                yield from _nodes(attribute.g.node)
 
 
 def _kind(node: NodeProto, opsets: dict[str, int]) -> tuple[str, str | None]:
@@ -85,9 +90,12 @@ def _kind(node: NodeProto, opsets: dict[str, int]) -> tuple[str, str | None]:
 
 def _inlined(model: ModelProto, opsets: dict[str, int]) -> ModelProto:
     if model.functions:
+        functions = {(function.domain, function.name): function for function in model.functions}
+        if (count := _expanded(model.graph.node, functions, {})) > MAX_NODES:
+            raise ValueError(f"{count} nodes or more, at most {MAX_NODES} can be read")
         model = onnx.inliner.inline_local_functions(model)
     names = set()
-    for node in _nodes(model.graph):
+    for node in _nodes(model.graph.node):
         kind, form = _kind(node, opsets)
         if form is None:
             domain = "" if node.domain in _ONNX_DOMAINS else node.domain
@@ -103,6 +111,18 @@ def _inlined(model: ModelProto, opsets: dict[str, int]) -> ModelProto:
     return model
 
 
+def _expanded(nodes: Iterable[NodeProto], functions: dict, sizes: dict[tuple[str, str], int]) -> int:
+    """How many nodes these come to once their functions are inlined; `sizes` keeps that of each function."""
+    count = 0
+    for node in _nodes(nodes):
+        key = node.domain, node.op_type
+        if key in functions and key not in sizes:
+            sizes[key] = MAX_NODES + 1  # that of a function that calls itself
+            sizes[key] = _expanded(functions[key].node, functions, sizes)
+        count += sizes.get(key, 1)
+    return count
+
+
 class _Reader:
     """Reads one file: its values' unique names, its constants and its weights."""
 
@@ -114,15 +134,20 @@ class _Reader:
         self.bar = tqdm(desc="reading", unit="node", disable=None if progress else True, leave=False)
 
     def program(self, graph: GraphProto) -> Program:
-        program = self.graph(graph, {})
-        self.bar.close()
+        with self.bar:
+            program = self.graph(graph, ChainMap())
         program.constants, program.arrays = self.constants, self.arrays
         program.weights = {name: Weight(array.dtype, array.shape) for name, array in self.arrays.items()}
-        program.validate(str(self.file))
+        try:
+            program.validate()
+        except ProgramError as problem:
+            raise ConvertError(self.file, problem.found, problem.expected, "export the model again") from None
         return program
 
-    def name(self, name: str, scope: dict[str, str]) -> str:
+    def name(self, name: str, scope: ChainMap[str, str]) -> str:
         """A name that no other value of the file has, for `name` given in `scope`: branches may use a name again."""
+        if name in scope.maps[0]:
+            raise ConvertError(self.file, f"the value {name!r} given twice", "each value given once", "export the model again")
         unique, i = name, 1
         while unique in self.taken:
             i += 1
@@ -131,8 +156,8 @@ class _Reader:
         scope[name] = unique
         return unique
 
-    def graph(self, graph: GraphProto, outer: dict[str, str]) -> Program:
-        scope = dict(outer)
+    def graph(self, graph: GraphProto, outer: ChainMap[str, str]) -> Program:
+        scope = outer.new_child()
         stored = {proto.name for proto in graph.initializer} | {proto.values.name for proto in graph.sparse_initializer}
         inputs = tuple(self.value(info, self.name(info.name, scope)) for info in graph.input if info.name not in stored)
         for proto in graph.initializer:
@@ -169,12 +194,10 @@ class _Reader:
         tensor_type = proto.tensor_type
         shape = None
         if tensor_type.HasField("shape") and proto is info.type:
-            shape = tuple(
-                dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in tensor_type.shape.dim
-            )
+            shape = tuple(_axis(dim) for dim in tensor_type.shape.dim)
         return Value(name, NAMES.get(tensor_type.elem_type, "float32"), shape)
 
-    def node(self, proto: NodeProto, scope: dict[str, str]) -> list[Node]:
+    def node(self, proto: NodeProto, scope: ChainMap[str, str]) -> list[Node]:
         for name in proto.input:
             if name and name not in scope:
                 raise ConvertError(
@@ -192,8 +215,11 @@ class _Reader:
         attrs = {name: value for name, value in attrs.items() if value is not None}
         return [Node(form, inputs, outputs, attrs, proto.name)]
 
-    def constant(self, proto: NodeProto, attrs: dict[str, Any], scope: dict[str, str]) -> list[Node]:
-        (kind, value), *_ = attrs.items()
+    def constant(self, proto: NodeProto, attrs: dict[str, Any], scope: ChainMap[str, str]) -> list[Node]:
+        if len(attrs) != 1 or len(proto.output) != 1:
+            found = f"{len(attrs)} values for {len(proto.output)} outputs"
+            raise ConvertError(self.file, found, "one value and one output", node=f"Constant {proto.name!r}")
+        ((kind, value),) = attrs.items()
         name = self.name(proto.output[0], scope)
         if not isinstance(value, Tensor):
             dtype = {"f": np.float32, "i": np.int64}.get(kind.removeprefix("value_")[0])
@@ -202,7 +228,7 @@ class _Reader:
         self.give(name, value)
         return []
 
-    def attribute(self, proto: AttributeProto, node: NodeProto, scope: dict[str, str]) -> Any:
+    def attribute(self, proto: AttributeProto, node: NodeProto, scope: ChainMap[str, str]) -> Any:
         kinds = AttributeProto
         match proto.type:
             case kinds.INT:
@@ -230,3 +256,10 @@ class _Reader:
             self.file, f"the attribute {proto.name!r} of type {proto.type}", "numbers, text, tensors or graphs",
             node=f"{node.op_type} {node.name!r}",
         )
+
+
+def _axis(dim: TensorShapeProto.Dimension) -> int | str | None:
+    """The size of an axis, its symbol, or None; a size that no axis can have says nothing."""
+    if dim.HasField("dim_value"):
+        return dim.dim_value if 0 <= dim.dim_value < tensors.LARGEST_AXIS else None
+    return dim.dim_param or None

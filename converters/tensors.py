@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,11 @@ BITS = {
     "float8_e8m0": 8,
     "complex128": 128,
 }
+
+
+# Axes are int32 in MLX, and numpy has at most 64 of them.
+LARGEST_AXIS = 2**31
+MAX_RANK = 32
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,7 @@ def tensor(proto: TensorProto, file: Path, name: str | None = None) -> Tensor:
     dtype = NAMES.get(proto.data_type)
     if dtype is None:
         raise ConvertError(file, f"the tensor {name!r} of type {proto.data_type}", "a type that ONNX has")
-    shape = tuple(proto.dims)
-    if any(size < 0 for size in shape):
-        raise ConvertError(file, f"the tensor {name!r} of shape {list(shape)}", "sizes that are not negative")
+    shape = _shape(proto.dims, file, name)
     if proto.data_location == TensorProto.EXTERNAL:
         return _external(proto, file, name, dtype, shape)
     if dtype != "string" and proto.HasField("raw_data"):
@@ -70,6 +73,13 @@ def tensor(proto: TensorProto, file: Path, name: str | None = None) -> Tensor:
     elif (count := _typed_count(proto, dtype)) != math.prod(shape):
         raise ConvertError(file, f"{count} elements for the tensor {name!r} of shape {list(shape)}", f"{math.prod(shape)}")
     return Tensor(dtype, shape, lambda: _array(proto))
+
+
+def _shape(dims: Sequence[int], file: Path, name: str) -> tuple[int, ...]:
+    if len(dims) > MAX_RANK or any(not 0 <= size < LARGEST_AXIS for size in dims):
+        found = f"the tensor {name!r} of shape {list(dims[:MAX_RANK])}"
+        raise ConvertError(file, found, f"at most {MAX_RANK} sizes of 0 to {LARGEST_AXIS - 1}")
+    return tuple(dims)
 
 
 def _typed_count(proto: TensorProto, dtype: str) -> int:
@@ -90,11 +100,12 @@ def _typed_count(proto: TensorProto, dtype: str) -> int:
 
 
 def _array(proto: TensorProto) -> np.ndarray:
+    if proto.data_type == TensorProto.STRING:
+        return np.array([text.decode("utf-8", "replace") for text in proto.string_data], np.str_).reshape(tuple(proto.dims))
     array = numpy_helper.to_array(proto)
-    if BITS.get(NAMES[proto.data_type]) in (2, 4) and array.dtype.name in ("int4", "uint4", "int2", "uint2"):
+    if array.dtype.name in ("int4", "uint4", "int2", "uint2"):
         return array.astype(np.uint8 if array.dtype.name.startswith("u") else np.int8)
-    return np.array([s.decode() if isinstance(s, bytes) else s for s in array.ravel()]).reshape(array.shape) \
-        if array.dtype == object else array
+    return array
 
 
 def _external(proto: TensorProto, file: Path, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
@@ -141,43 +152,46 @@ def locate(location: str, file: Path, name: str) -> Path:
     parts = Path(location).parts
     if not location or "\0" in location or Path(location).is_absolute() or ".." in parts or ":" in location or "\\" in location:
         raise wrong
-    folder = file.parent
-    path = folder / location
-    if not path.exists():
-        raise ConvertError(
-            file, f"no file {location!r}, which holds the tensor {name!r}", "it beside the model", "download it too"
-        )
-    real = Path(os.path.realpath(path))
+    folder = Path(os.path.realpath(file.parent))
+    real = Path(os.path.realpath(folder / location))
+    if not (real.is_relative_to(folder) or real.parent in _blobs(folder)):
+        raise wrong
+    try:
+        real.stat()
+    except OSError as problem:
+        found = f"no file {location!r}, which holds the tensor {name!r} ({problem.strerror})"
+        raise ConvertError(file, found, "it beside the model", "download it too") from None
     if not real.is_file():
         raise wrong
-    if real.is_relative_to(os.path.realpath(folder)) or (blobs := _blobs(folder)) and real.parent == blobs:
-        return real
-    raise wrong
+    return real
 
 
-def _blobs(folder: Path) -> Path | None:
-    """The real path of the blobs beside the snapshot that `folder` lies in, if it lies in one."""
-    absolute = Path(os.path.abspath(folder))
-    for parent in absolute.parents:
-        if parent.name == "snapshots" and (parent.parent / "blobs").is_dir():
-            return Path(os.path.realpath(parent.parent / "blobs"))
-    return None
+def _blobs(folder: Path) -> list[Path]:
+    """The blobs of the repository in whose snapshot the real path `folder` lies, if it lies in one."""
+    snapshots = next((parent for parent in folder.parents if parent.name == "snapshots"), None)
+    blobs = snapshots.parent / "blobs" if snapshots else None
+    return [blobs] if blobs and blobs.is_dir() and not blobs.is_symlink() else []
 
 
 def sparse(proto: onnx.SparseTensorProto, file: Path) -> Tensor:
     """The dense Tensor of a SparseTensorProto."""
+    name = proto.values.name
     values, indices = tensor(proto.values, file), tensor(proto.indices, file)
-    shape = tuple(proto.dims)
+    shape = _shape(proto.dims, file, name)
     if math.prod(shape) > max(2**24, 1024 * values.size):
         raise ConvertError(file, f"a sparse tensor of shape {list(shape)} with {values.size} values", "a smaller one")
 
     def read() -> np.ndarray:
-        dense = np.zeros(shape, values.read().dtype)
-        places = indices.read()
-        if places.ndim == 2:
-            dense[tuple(places.T)] = values.read()
-        else:
-            dense.reshape(-1)[places] = values.read()
+        data, places = values.read(), indices.read()
+        dense = np.zeros(shape, data.dtype)
+        try:
+            if places.ndim == 2:
+                places = np.ravel_multi_index(tuple(places.T), shape)
+            if places.size and not 0 <= places.min() <= places.max() < dense.size:
+                raise ValueError(f"indices from {places.min()} to {places.max()}")
+            dense.reshape(-1)[places] = data
+        except (ValueError, IndexError, TypeError) as problem:
+            raise ConvertError(file, f"the sparse tensor {name!r} ({problem})", "an index inside it for each value") from None
         return dense
 
     return Tensor(values.dtype, shape, read)

@@ -16,7 +16,7 @@ import numpy as np
 from mlx_transmuter import ops
 from mlx_transmuter.cache import CacheIndex, Pools, Slots
 from mlx_transmuter.module import Module
-from mlx_transmuter.signature import Entry, Mode, Signature, declared_mode
+from mlx_transmuter.signature import ENDS, INDEX, LANES, Entry, Mode, Signature, declared_mode
 
 # The context that a step attends over grows in powers of two from here.
 SMALLEST_BUCKET = 64
@@ -55,6 +55,11 @@ class Decoder:
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
         mx.eval(module.parameters())  # a captured weight that was never evaluated would be computed anew at each call
 
+    @property
+    def grows(self) -> bool:
+        """Whether the rows of a run must have one length, since the graph takes its positions from it."""
+        return self.mode == "grow" and not self.signature.index
+
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:
         """The rows that may share a run, by their prompts' lengths; rows of length 0 are in none.
 
@@ -63,7 +68,7 @@ class Decoder:
         found: dict[int, list[int]] = {}
         for row, length in enumerate(lengths):
             if length:
-                found.setdefault(length if self.mode == "grow" else 0, []).append(row)
+                found.setdefault(length if self.grows else 0, []).append(row)
         return list(found.values())
 
     def begin(
@@ -89,14 +94,17 @@ class Decoder:
             self._compiled[key] = mx.compile(make())
         return self._compiled[key]
 
-    def step_function(self, seq: int, context: int, placed: bool) -> Callable[..., Any]:
-        """The function of a step of `seq` tokens over `context` columns of the cache (see `_step`)."""
+    def step_function(self, seq: int, context: int, placed: bool, block: int, paged: bool) -> Callable[..., Any]:
+        """The function of a step of `seq` tokens over `context` columns of the cache (see `_step`, `_pooled`)."""
+        key = (seq, context, placed, block, paged)
+        if self.signature.index:
+            return self.compiled(key, lambda: _pooled(self, seq, context, block, paged))
         steps = {"append": _append, "in_place": _in_place, "grow": _grow}
-        return self.compiled((self.mode, seq, context, placed), lambda: _step(self, steps[self.mode], seq, context))
+        return self.compiled((self.mode, *key), lambda: _step(self, steps[self.mode], seq, context, block))
 
-    def write_function(self, seq: int, context: int) -> Callable[..., Any]:
+    def write_function(self, seq: int, context: int, block: int) -> Callable[..., Any]:
         """The function that writes the keys and values of `seq` tokens into the pools."""
-        return self.compiled(("write", seq, context), lambda: _write(self.signature.entries))
+        return self.compiled(("write", seq, context, block), lambda: _write(self.signature.entries, block))
 
 
 class Run:
@@ -106,9 +114,11 @@ class Run:
         self.decoder, self.given = decoder, given
         self.total = np.asarray(total, np.int32)
         self.lengths = np.zeros(decoder.rows, np.int32)
-        # Without pages each row is one block, so its slots are one run.
-        block = block or max(1, int(self.total.max()))
-        self.slots = Slots(sum(-(-int(size) // block) * block for size in total) or block, block)
+        self.paged = block is not None
+        # Without pages each row is one block, so its slots are one run; its size is a bucket, so that runs share steps.
+        self.block = block or bucket(int(self.total.max()))
+        blocks = sum(-(-int(size) // self.block) for size in total) if self.paged else decoder.rows
+        self.slots = Slots(max(1, blocks) * self.block, self.block)
         self._rows: list[int | None] = [self.slots.open()[0] if size else None for size in total]
         entries = decoder.signature.entries
         self.pools = Pools(
@@ -136,32 +146,51 @@ class Run:
         if (self.lengths + new > self.total).any():
             raise DecoderError(f"rows of {(self.lengths + new).tolist()} tokens", f"at most {self.total.tolist()}")
         length = int(self.lengths.max())
-        if decoder.mode == "grow" and (self.lengths[new > 0] != length).any():
+        if decoder.grows and (self.lengths[new > 0] != length).any():
             raise DecoderError(f"rows of {self.lengths.tolist()} tokens", "rows of one length where the cache grows")
+        placed = None if positions is None else mx.array(positions)
+        if decoder.signature.index:
+            return self._pooled_step(tokens, new, placed)
         self._write_pending()
-        context = length if decoder.mode == "grow" else bucket(length + seq if decoder.mode == "in_place" else length)
-        lengths = mx.array(np.full(rows, length, np.int32) if decoder.mode == "grow" else self.lengths)
+        context = length if decoder.grows else bucket(length + seq if decoder.mode == "in_place" else length)
+        lengths = mx.array(np.full(rows, length, np.int32) if decoder.grows else self.lengths)
         past = mx.array(self._table(max(1, context)))
-        step = decoder.step_function(seq, context, positions is not None)
-        logits, news = step(
-            self.pools.arrays, tokens, lengths, mx.array(new), past, self.given, None if positions is None else mx.array(positions)
-        )
+        step = decoder.step_function(seq, context, positions is not None, self.block, self.paged)
+        logits, news = step(self.pools.arrays, tokens, lengths, mx.array(new), past, self.given, placed)
         places = self.lengths[:, None] + np.arange(seq, dtype=np.int32)
         places = np.where(np.arange(seq) < new[:, None], places, -1).astype(np.int32)
-        for row, count in zip(self._rows, new.tolist(), strict=True):
-            if count:
-                assert row is not None
-                copies = self.slots.append(row, count)
-                self._move(copies)
-        self.lengths = self.lengths + new
+        self._append(new)
         self._pending = news, mx.array(places), mx.array(self._table(bucket(int(self.lengths.max()))))
         return logits
+
+    def _pooled_step(self, tokens: mx.array, new: np.ndarray, placed: mx.array | None) -> mx.array:
+        """A step of a program over pools, which writes its keys and values itself."""
+        decoder, seq = self.decoder, tokens.shape[1]
+        before = mx.array(self.lengths)
+        self._append(new)
+        context = bucket(int(self.lengths.max()))
+        table = mx.array(self._table(context)) if self.paged else None
+        step = decoder.step_function(seq, context, placed is not None, self.block, self.paged)
+        logits, pools = step(self.pools.take(), tokens, before, mx.array(new), table, self.given, placed)
+        self.pools.put(pools)
+        return logits
+
+    def _append(self, new: np.ndarray) -> None:
+        """Gives slots to the rows' new tokens."""
+        if self.paged:
+            for row, count in zip(self._rows, new.tolist(), strict=True):
+                if count:
+                    assert row is not None
+                    self._move(self.slots.append(row, count))
+        self.lengths = self.lengths + new
 
     def fork(self, parents: Sequence[int]) -> None:
         """From now on row r continues after the tokens of row parents[r]: the rows share slots, and nothing moves.
 
         In pages of several slots, the last one, partly filled, is copied when a row writes on; `copies` counts its slots.
         """
+        if not self.paged:
+            raise DecoderError("a fork of rows that are one run of slots each", "pages", "begin the run with paged=True")
         self._write_pending()
         forked = [self._forked(parent) for parent in parents]
         for row in self._rows:
@@ -186,7 +215,12 @@ class Run:
         return None if row is None else self.slots.fork(row)
 
     def _table(self, width: int) -> np.ndarray:
-        return self.slots.table(self._rows, width)
+        """The slots of the first `width` positions of each row, int32 [rows, width], -1 where there is none."""
+        if self.paged:
+            return self.slots.table(self._rows, width)
+        columns = np.arange(width, dtype=np.int32)
+        held = (columns < self.lengths[:, None]) & (columns < self.block)
+        return np.where(held, np.arange(len(held), dtype=np.int32)[:, None] * self.block + columns, -1).astype(np.int32)
 
     def _move(self, copies: list[tuple[int, int]]) -> None:
         """Copies the slots of a page that two rows shared and one of them now writes."""
@@ -197,8 +231,10 @@ class Run:
         heads = {entry.heads for entry in self.decoder.signature.entries}
         if len(heads) > 1:
             raise DecoderError(f"pools of {sorted(heads)} heads", "one number of heads where pages are copied", "use block=1")
-        rows = np.arange(heads.pop(), dtype=np.int32)[:, None] * self.slots.slots
-        self.pools.copy((rows + old).ravel(), (rows + new).ravel())
+        # In a pool a page of each head follows the other (CacheIndex.heads).
+        head = np.arange(n := heads.pop(), dtype=np.int32)[:, None]
+        old, new = ((side // self.block * n + head) * self.block + side % self.block for side in (old, new))
+        self.pools.copy(old.ravel(), new.ravel())
 
     def _write_pending(self) -> None:
         """Writes the keys and values of the last step into the pools."""
@@ -206,11 +242,54 @@ class Run:
             return
         news, places, table = self._pending
         self._pending = None
-        write = self.decoder.write_function(places.shape[1], table.shape[1])
+        write = self.decoder.write_function(places.shape[1], table.shape[1], self.block)
         self.pools.put(write(self.pools.take(), news, places, table))
 
 
-def _step(decoder: Decoder, mode: Callable[..., Any], seq: int, context: int) -> Callable[..., Any]:
+def _pooled(decoder: Decoder, seq: int, context: int, block: int, paged: bool) -> Callable[..., Any]:
+    """The step of a program over pools: (pools, tokens, lengths, counts, table, given, positions) → (logits, pools')."""
+    signature, module = decoder.signature, decoder.module
+    inputs = {value.name: value for value in module.program.inputs}
+    heads = signature.entries[0].heads
+
+    def step(pools, tokens, lengths, counts, table, given, positions):
+        rows = tokens.shape[0]
+        place = lengths[:, None] + mx.arange(seq, dtype=mx.int32)
+        pos = mx.where(mx.arange(seq, dtype=mx.int32) < counts[:, None], place, -1)
+        index = CacheIndex.make(pos, table) if paged else CacheIndex.rows(block, [0] * rows).narrow(context).at(pos)
+        feed: dict[str, Any] = dict(given)
+        feed |= {signature.tokens: tokens, INDEX: index, LANES: index.heads(heads, block)}
+        if signature.positions:
+            feed[signature.positions] = _positions(decoder, place if positions is None else positions, rows, seq)
+        if signature.keep:
+            feed[signature.keep] = np.zeros([1] * len(inputs[signature.keep].shape or ()), np.int64)
+        ends = mx.maximum(counts - 1, 0)
+        if signature.ends:
+            feed[ENDS] = ends
+        feed |= {entry.past: pool for entry, pool in zip(signature.entries, pools, strict=True)}
+        given_back = module(**feed)
+        logits = given_back[signature.logits]
+        logits = logits[:, 0] if signature.ends else _at(logits, ends)
+        return logits, [given_back[entry.present] for entry in signature.entries]
+
+    return step
+
+
+def _positions(decoder: Decoder, place: mx.array, rows: int, seq: int) -> mx.array:
+    """place [rows, seq], or [axes, rows, seq], as the graph's position_ids."""
+    if decoder.max_positions:
+        place = mx.minimum(place, decoder.max_positions - 1)  # of padding; a table ends there
+    axes = decoder.signature.position_axes
+    return mx.broadcast_to(place, (axes, rows, seq)) if axes and place.ndim == 2 else place
+
+
+def _at(logits: mx.array, ends: mx.array) -> mx.array:
+    """logits [rows, seq, vocab] at each row's token ends [rows]: [rows, vocab]."""
+    at = mx.broadcast_to(ends[:, None, None], (logits.shape[0], 1, logits.shape[2]))
+    return mx.take_along_axis(logits, at, axis=1)[:, 0]
+
+
+def _step(decoder: Decoder, mode: Callable[..., Any], seq: int, context: int, block: int) -> Callable[..., Any]:
     """The step as a pure function of arrays: (pools, tokens, lengths, counts, table, given, positions) → (logits, news).
 
     The news are the keys and values of the step's tokens, [rows · heads, seq, dim] for each entry of the cache.
@@ -220,18 +299,14 @@ def _step(decoder: Decoder, mode: Callable[..., Any], seq: int, context: int) ->
 
     def step(pools, tokens, lengths, counts, table, given, positions):
         rows = tokens.shape[0]
-        past, mask, fresh = mode(pools, lengths, counts, table, seq, context, signature.entries)
+        past, mask, fresh = mode(pools, lengths, counts, table, seq, context, signature.entries, block)
         feed: dict[str, Any] = dict(given)
         feed[signature.tokens] = tokens
         if signature.mask:
             feed[signature.mask] = mask.astype(ops.device_dtype(inputs[signature.mask].dtype))
         if signature.positions:
             place = lengths[:, None] + mx.arange(seq, dtype=mx.int32) if positions is None else positions
-            if decoder.max_positions:
-                place = mx.minimum(place, decoder.max_positions - 1)  # of padding; a table ends there
-            if signature.position_axes and place.ndim == 2:
-                place = mx.broadcast_to(place, (signature.position_axes, rows, seq))
-            feed[signature.positions] = place
+            feed[signature.positions] = _positions(decoder, place, rows, seq)
         if signature.branch:
             feed[signature.branch] = np.array([context > 0])
         if signature.keep:
@@ -240,8 +315,7 @@ def _step(decoder: Decoder, mode: Callable[..., Any], seq: int, context: int) ->
         feed |= {entry.past: array for entry, array in zip(signature.entries, past, strict=True)}
         given_back = module(**feed)
         logits = given_back[signature.logits]
-        last = mx.maximum(counts - 1, 0)[:, None, None]
-        logits = mx.take_along_axis(logits, mx.broadcast_to(last, (rows, 1, logits.shape[2])), axis=1)[:, 0]
+        logits = _at(logits, mx.maximum(counts - 1, 0))
         news = [
             fresh(given_back[entry.present].transpose(entry.order).reshape(rows * entry.heads, -1, entry.dim), entry)
             for entry in signature.entries
@@ -251,22 +325,22 @@ def _step(decoder: Decoder, mode: Callable[..., Any], seq: int, context: int) ->
     return step
 
 
-def _append(pools, lengths, counts, table, seq, context, entries):
+def _append(pools, lengths, counts, table, seq, context, entries, block):
     """The past as a buffer with its free columns first, hidden by the mask; the new columns come back after it.
 
     The last column of the buffer is the newest position: exporters measure a window as a distance between columns.
     """
     columns = lengths[:, None] - context + mx.arange(context, dtype=mx.int32)
     index = CacheIndex.make(lengths[:, None] - 1, table).select(columns[:, None])
-    past = [_read(index, pool, entry, squeeze=True) for pool, entry in zip(pools, entries, strict=True)]
+    past = [_read(index, pool, entry, block, squeeze=True) for pool, entry in zip(pools, entries, strict=True)]
     real = mx.arange(seq, dtype=mx.int32) < counts[:, None]
     return past, mx.concatenate([columns >= 0, real], axis=1), lambda present, entry: present[:, context:]
 
 
-def _in_place(pools, lengths, counts, table, seq, context, entries):
+def _in_place(pools, lengths, counts, table, seq, context, entries, block):
     """The past as a buffer into which the graph writes after as many rows as the mask counts, padding tokens included."""
     index = CacheIndex.make(lengths[:, None] - 1, table)
-    past = [_read(index, pool, entry) for pool, entry in zip(pools, entries, strict=True)]
+    past = [_read(index, pool, entry, block) for pool, entry in zip(pools, entries, strict=True)]
     mask = mx.arange(context, dtype=mx.int32) < lengths[:, None] + seq
 
     def fresh(present, entry):
@@ -277,20 +351,20 @@ def _in_place(pools, lengths, counts, table, seq, context, entries):
     return past, mask, fresh
 
 
-def _grow(pools, lengths, counts, table, seq, context, entries):
+def _grow(pools, lengths, counts, table, seq, context, entries, block):
     """The past at its exact length, the same for all rows: the graph takes the positions from it."""
     rows = table.shape[0]
     if context:
         index = CacheIndex.make(lengths[:, None] - 1, table)
-        past = [_read(index, pool, entry) for pool, entry in zip(pools, entries, strict=True)]
+        past = [_read(index, pool, entry, block) for pool, entry in zip(pools, entries, strict=True)]
     else:
         past = [mx.zeros(entry.sizes(rows, 0), pool.dtype) for pool, entry in zip(pools, entries, strict=True)]
     return past, mx.ones((rows, context + seq), mx.bool_), lambda present, entry: present[:, context:]
 
 
-def _read(index: CacheIndex, pool: mx.array, entry: Entry, squeeze: bool = False) -> mx.array:
+def _read(index: CacheIndex, pool: mx.array, entry: Entry, block: int, squeeze: bool = False) -> mx.array:
     """What the index reads of the pool, in the shape of the graph's past."""
-    seen = index.heads(entry.heads, pool.shape[0] // entry.heads).read(pool)
+    seen = index.heads(entry.heads, block).read(pool)
     seen = seen[:, 0] if squeeze else seen
     rows, length = seen.shape[0] // entry.heads, seen.shape[1]
     order = entry.order
@@ -298,11 +372,11 @@ def _read(index: CacheIndex, pool: mx.array, entry: Entry, squeeze: bool = False
     return seen.reshape([sizes[axis] for axis in order]).transpose([order.index(axis) for axis in range(len(order))])
 
 
-def _write(entries: Sequence[Entry]) -> Callable[..., Any]:
+def _write(entries: Sequence[Entry], block: int) -> Callable[..., Any]:
     def write(pools, news, places, table):
         index = CacheIndex.make(places, table)
         return [
-            index.heads(entry.heads, pool.shape[0] // entry.heads).store(new, pool)
+            index.heads(entry.heads, block).store(new, pool)
             for pool, new, entry in zip(pools, news, entries, strict=True)
         ]
 

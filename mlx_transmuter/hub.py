@@ -43,10 +43,13 @@ NOT_DECODERS = ("encoder", "vision", "audio", "speech", "embed", "prepare_inputs
 
 # What a conversion may read beside the ONNX file and its external data. Nothing else is ever downloaded.
 COMPANIONS = frozenset(
-    "config.json generation_config.json genai_config.json tokenizer.json tokenizer_config.json special_tokens_map.json "
-    "added_tokens.json vocab.json vocab.txt merges.txt tokenizer.model spiece.model sentencepiece.bpe.model "
-    "chat_template.jinja chat_template.json preprocessor_config.json processor_config.json "
-    "video_preprocessor_config.json".split()
+    {
+        *("config.json", "generation_config.json", "genai_config.json"),
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+        *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+        *("chat_template.jinja", "chat_template.json"),
+        *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    }
 )
 NEVER = (".py", ".bin", ".pt", ".pth", ".pkl")
 
@@ -77,9 +80,9 @@ def convert(
     fp16, q8 (_quantized), int8, uint8, q4, q4f16, bnb4. With neither, the most precise one there is, said in one line.
     `revision`: a branch, tag or commit; one that was downloaded before is used as it is, without asking the hub.
 
-    `out` must be new, empty, or an earlier conversion, which is replaced only when the new one is whole. Raises HubError
-    where the source or `out` is not what it should be, and the converter's ConvertError where the file cannot be
-    converted; either way `out` is left as it was.
+    `out` must be new, empty, or an earlier conversion, which is replaced only when the new one is whole. Raises
+    HubError where the source or `out` is not what it should be, and the converter's ConvertError where the file cannot
+    be converted; either way `out` is left as it was.
     """
     out = Path(out).expanduser()
     found, file = _find(source, file, revision)
@@ -100,8 +103,8 @@ def load(
     """The model of a converted folder, or of any source of `convert`, with the same choice of a file.
 
     An unconverted source is converted once into the user's cache, which is said in one line: the folder that
-    MLX_TRANSMUTER_CACHE names, else ~/.cache/mlx_transmuter. It is converted again when the source changes. Removing the
-    folder, or one in it, clears it. Raises HubError, the converter's ConvertError, and load_folder's errors.
+    MLX_TRANSMUTER_CACHE names, else ~/.cache/mlx_transmuter. It is converted again when the source changes. Removing
+    the folder, or one in it, clears it. Raises HubError, the converter's ConvertError, and load_folder's errors.
     """
     from mlx_transmuter.model import load_folder
 
@@ -174,12 +177,7 @@ def _repository(repo: str, revision: str) -> Source:
     import huggingface_hub as hub
     from huggingface_hub import constants, errors
 
-    try:
-        here = Path(hub.snapshot_download(repo, revision=revision, local_files_only=True))
-    except errors.HFValidationError:
-        raise HubError(repo, "no such folder, and no repository id", "user/name or a folder with ONNX files") from None
-    except (errors.LocalEntryNotFoundError, OSError):
-        here = None
+    here = _snapshot(repo, revision)
     listing = None if here is None else _read_listing(_listing(repo, here.name))
     if here is not None and listing is not None:
         return Source(repo, listing, here, repo, revision, here.name)
@@ -200,6 +198,20 @@ def _repository(repo: str, revision: str) -> Source:
     with contextlib.suppress(OSError):  # the listing only saves a question
         _write_listing(_listing(repo, commit), names)
     return Source(repo, names, None, repo, revision, commit)
+
+
+def _snapshot(repo: str, revision: str) -> Path | None:
+    """The folder of a revision in the hub cache, whatever files it holds; None where there is none."""
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    try:
+        # No file is asked for, so none is missed.
+        return Path(hub.snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=[]))
+    except errors.HFValidationError:
+        raise HubError(repo, "no such folder, and no repository id", "user/name or a folder with ONNX files") from None
+    except OSError:  # LocalEntryNotFoundError is one
+        return None
 
 
 def _explained(repo: str, revision: str, error: Exception) -> HubError:
@@ -304,14 +316,11 @@ def _fetch_model(source: Source, name: str, progress: bool = True) -> Path:
 
 def _companions(source: Source, name: str) -> list[str]:
     """The configuration, tokenizer and processor files at the root, beside the file and among its templates."""
-    parents = (PurePosixPath("."), PurePosixPath(name).parent)
+    beside = {str(PurePosixPath(place) / other) for place in (".", PurePosixPath(name).parent) for other in COMPANIONS}
     return [
         other
         for other in source.names
-        if PurePosixPath(other).parent in parents
-        and PurePosixPath(other).name in COMPANIONS
-        or PurePosixPath(other).parent.name == "additional_chat_templates"
-        and other.endswith(".jinja")
+        if other in beside or (other.startswith("additional_chat_templates/") and other.endswith(".jinja"))
     ]
 
 
@@ -358,34 +367,43 @@ def _fetch(source: Source, names: Sequence[str], progress: bool = True) -> Path:
 
 def _download(source: Source, names: Sequence[str], progress: bool) -> Path:
     import huggingface_hub as hub
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    assert source.repo is not None and source.revision is not None
+    assert source.repo is not None
+    assert source.revision is not None
     commit, folder = source.commit, source.folder
-    if folder is None:  # downloaded since, by a first step
-        with contextlib.suppress(OSError, ValueError):
-            folder = Path(hub.snapshot_download(source.repo, revision=commit, local_files_only=True))
+    if folder is None and commit is not None:
+        folder = _snapshot(source.repo, commit)  # downloaded since, by a first step
     if folder is not None and all((folder / name).is_file() for name in names):
         return folder
     # A revision that is not here yet is asked by its name, so that the hub cache remembers what the name stands for.
     revision = source.revision if folder is None else commit
-    quiet = not progress and not are_progress_bars_disabled()
-    if quiet:
-        disable_progress_bars()
     try:
-        patterns = [glob.escape(name) for name in names]
-        folder = Path(hub.snapshot_download(source.repo, revision=revision, allow_patterns=patterns))
+        with _bars(progress):
+            patterns = [glob.escape(name) for name in names]
+            folder = Path(hub.snapshot_download(source.repo, revision=revision, allow_patterns=patterns))
     except Exception as error:
         raise _explained(source.repo, source.revision, error) from error
-    finally:
-        if quiet:
-            enable_progress_bars()
     if folder.name != commit:
         raise HubError(source.label, "the revision changed during the download", do="Run it again.")
     if missing := [name for name in names if not (folder / name).is_file()]:
         # The client gives the folder as it is when the hub cannot be reached.
         raise _explained(source.repo, source.revision, ConnectionError(f"{_some(missing)} did not come"))
     return folder
+
+
+@contextlib.contextmanager
+def _bars(shown: bool) -> Iterator[None]:
+    """The progress bars of huggingface_hub, or none, as they were before afterwards."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if shown or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 def _cache() -> Path:

@@ -7,6 +7,8 @@ and leaves nothing in a compiled step.
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +21,11 @@ from mlx_transmuter.program import Node, Program, ProgramError
 
 # A node with more elements than this on the host side runs on the device, where it costs a step little.
 SMALL = 2**16
+# The most bytes that a value may have: with what it is made of it must fit in this machine's memory. MLX counts sizes modulo
+# 2^64 and ends the process where it gets no memory, so a size is checked before anything of it is computed.
+LARGEST = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+# No exporter nests scopes deeper.
+MAX_DEPTH = 64
 
 
 class Module(nn.Module):
@@ -33,6 +40,7 @@ class Module(nn.Module):
         """`weights`: name -> array for each of `program.weights`. Raises ProgramError where the two differ."""
         super().__init__()
         program.validate(known=ops.OPERATORS.__contains__)
+        _check_names(program)
         _check_weights(program, weights)
         self._program = program
         owned = {
@@ -40,9 +48,8 @@ class Module(nn.Module):
             for name in program.weights
             if (path := name.rpartition(".")[0]) in program.layers and name.rpartition(".")[2]
         }
-        leaves: dict[str, Any] = {name: array for name, array in weights.items() if name not in owned}
-        for path, options in program.layers.items():
-            leaves[path] = ops.layer(**options)
+        leaves: dict[str, Any] = {name: weights[name] for name in program.weights if name not in owned}
+        leaves |= {path: _layer(path, options, program) for path, options in program.layers.items()}
         for name, path in owned.items():
             leaves[path][name[len(path) + 1 :]] = weights[name]
         _grow(self, leaves)
@@ -86,8 +93,7 @@ class _Walk:
     def run(self, program: Program) -> None:
         self.values.update(program.constants)
         for node in program.nodes:
-            results = self.node(node)
-            for name, result in zip(node.outputs, results, strict=False):
+            for name, result in zip(node.outputs, self.node(node), strict=False):
                 if name:
                     self.values[name] = result
             for name in self.last_reads.get(id(node), ()):
@@ -112,15 +118,15 @@ class _Walk:
             hosted = all(isinstance(self.values[name], np.ndarray) for name in reads)
             if hosted and sum(self.values[name].size for name in reads) <= SMALL:
                 with mx.stream(mx.cpu):
-                    results = _tuple(operator.function(*self.arguments(operator, node), **attrs))
+                    results = _checked(_tuple(operator.function(*self.arguments(operator, node), **attrs)), node)
                     if sum(r.size for r in results if isinstance(r, mx.array)) <= SMALL:
                         return tuple(ops.to_host(r) if isinstance(r, mx.array) and _plain(r) else r for r in results)
-            results = _tuple(operator.function(*self.arguments(operator, node), **attrs))
+            results = _checked(_tuple(operator.function(*self.arguments(operator, node), **attrs)), node)
         except ops.OperatorError as error:
             if error.node:
                 raise
             raise ops.OperatorError(error.found, error.expected, error.do, str(node)) from None
-        except (ValueError, TypeError, IndexError, KeyError, RuntimeError, AttributeError, OverflowError) as error:
+        except Exception as error:  # numpy, MLX and Python raise what they like of a node that asks the impossible
             raise ops.OperatorError(f"{type(error).__name__}: {error}", node=str(node)) from error
         if known:
             self.known.update(name for name in node.outputs if name)
@@ -177,20 +183,59 @@ def _tuple(results: Any) -> tuple[Any, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
+def _checked(results: tuple[Any, ...], node: Node) -> tuple[Any, ...]:
+    """The results of a node, all of them there and none too large to compute."""
+    if any(node.outputs[len(results) :]):
+        raise ops.OperatorError(f"{len(results)} results", f"one for each output of {', '.join(node.outputs)}")
+    for result in results:
+        if isinstance(result, mx.array) and math.prod(result.shape) * result.itemsize > LARGEST:
+            raise ops.OperatorError(f"a result of shape {list(result.shape)}", f"at most {LARGEST} bytes")
+    return results
+
+
 def _plain(array: mx.array) -> bool:
     # numpy has no bfloat16: such a value stays an mx.array, so that no type is lost on the way through the host.
     return array.dtype != mx.bfloat16
+
+
+def _check_names(program: Program) -> None:
+    """Raises ProgramError unless each weight and layer has a place of its own: no name is a path into another's value."""
+    owned = {name for name in program.weights if name.rpartition(".")[0] in program.layers}
+    leaves = program.layers.keys() | (program.weights.keys() - owned)
+    for name in (*program.weights, *program.layers):
+        *path, last = name.split(".")
+        hidden = any(not part or part.startswith("_") for part in (*path, last))
+        if hidden or len(path) >= MAX_DEPTH or any(
+            ".".join(path[:i]) in leaves for i in range(1, len(path) + (name not in owned))
+        ):
+            raise ProgramError("the weights", f"the name {name[:200]!r}", "dotted paths, none inside another and none hidden")
+
+
+def _layer(path: str, options: dict[str, Any], program: Program) -> nn.Module:
+    """The layer that hangs at `path`. Raises ProgramError for an unknown one, or one whose arrays are not all weights."""
+    try:
+        layer = ops.layer(**options)
+    except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:
+        raise ProgramError(f"the layer {path!r}", f"{options} ({error})", "a layer of mlx.nn and its options") from None
+    wanted = {f"{path}.{key}" for key in layer.parameters()}
+    found = {name for name in program.weights if name.rpartition(".")[0] == path}
+    if found != wanted:
+        raise ProgramError(f"the layer {path!r}", f"the weights {sorted(found)}", f"{sorted(wanted)}")
+    return layer
 
 
 def _check_weights(program: Program, weights: dict[str, mx.array]) -> None:
     if missing := sorted(program.weights.keys() - weights.keys()):
         raise ProgramError("the weights", f"none named {missing[0]!r} ({len(missing)} missing)", "every weight of the program")
     for name, weight in program.weights.items():
-        if tuple(weights[name].shape) != weight.shape or weights[name].dtype != ops.device_dtype(weight.dtype):
+        try:
+            dtype = ops.device_dtype(weight.dtype)
+        except ValueError as error:
+            raise ProgramError(f"the weight {name!r}", str(error), "a type that MLX has") from None
+        found = weights[name]
+        if tuple(found.shape) != weight.shape or found.dtype != dtype or math.prod(weight.shape) != found.size:
             raise ProgramError(
-                f"the weight {name!r}",
-                f"{weights[name].dtype} {list(weights[name].shape)}",
-                f"{ops.device_dtype(weight.dtype)} {list(weight.shape)}",
+                f"the weight {name!r}", f"{found.dtype} {list(found.shape)}", f"{dtype} {list(weight.shape)}"
             )
 
 
@@ -227,13 +272,13 @@ def _place(root: nn.Module, name: str) -> tuple[Any, Any]:
     return owner, int(last) if isinstance(owner, list) else last
 
 
-def host_values(module: Module, **inputs: mx.array | np.ndarray) -> dict[str, np.ndarray]:
-    """The values that are on the host when the module is walked with these inputs. Nothing on the device is computed."""
+def values_of(module: Module, **inputs: mx.array | np.ndarray) -> dict[str, Any]:
+    """Every value of a walk of the module with these inputs: numpy arrays on the host, unevaluated `mx.array`s else."""
     program = module.program
     values: dict[str, Any] = {name: owner[key] for name, (owner, key) in module._places.items()}
     walk = _Walk(values | inputs, known=set(values), last_reads={})
     walk.run(program)
-    return {name: value for name, value in walk.values.items() if isinstance(value, np.ndarray)}
+    return walk.values
 
 
 def evaluate(node: Node, values: dict[str, Any]) -> tuple[Any, ...]:

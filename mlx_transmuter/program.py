@@ -20,7 +20,8 @@ MAX_CONSTANT_ELEMENTS = 4096
 # Names of ONNX's tensor types. A value keeps its ONNX type here; what MLX holds of it is ops.types' business.
 DTYPES = frozenset(
     "float32 uint8 int8 uint16 int16 int32 int64 string bool float16 float64 uint32 uint64 complex64 complex128 bfloat16 "
-    "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz uint4 int4 float4_e2m1 float8_e8m0 uint2 int2".split()
+    "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz uint4 int4 float4_e2m1 float8_e8m0 uint2 int2 "
+    "cache_index".split()  # the last is no tensor: an input that is a CacheIndex
 )
 
 
@@ -191,12 +192,14 @@ class Program:
                 if name and name not in seen:
                     raise ProgramError(where, f"node {node} reading {name!r}", "a value given before it is read")
             for branch in node.branches():
+                if branch.weights or branch.layers:
+                    raise ProgramError(where, f"weights inside a branch of {node}", "weights in the outermost program only")
                 branch.validate(f"{where}, a branch of {node}", frozenset(seen), known)
             for name in node.outputs:
                 if name:
                     give(name, f"node {node}")
         for value in self.outputs:
-            if value.name not in seen:
+            if value.name not in seen or value.name in self.layers:
                 raise ProgramError(where, f"no node that gives the output {value.name!r}", "every output given")
 
     def to_json(self) -> dict[str, Any]:
@@ -222,12 +225,12 @@ class Program:
             raise ProgramError(where, f"version {data.get('version')!r}", f"version {VERSION}")
         try:
             return Program(
-                inputs=tuple(_value_from_json(value) for value in data["inputs"]),
-                outputs=tuple(_value_from_json(value) for value in data["outputs"]),
-                nodes=[_node_from_json(node, where) for node in data["nodes"]],
+                inputs=tuple(_value_from_json(value) for value in _list(data["inputs"])),
+                outputs=tuple(_value_from_json(value) for value in _list(data["outputs"])),
+                nodes=[_node_from_json(node, where) for node in _list(data["nodes"])],
                 constants={_name(name): _array_from_json(array) for name, array in data["constants"].items()},
                 weights={
-                    _name(name): Weight(_dtype(w["dtype"]), tuple(_size(n) for n in w["shape"]))
+                    _name(name): Weight(_dtype(w["dtype"]), tuple(_size(n) for n in _list(w["shape"])))
                     for name, w in data["weights"].items()
                 },
                 layers={_name(path): dict(layer) for path, layer in data["layers"].items()},
@@ -235,7 +238,7 @@ class Program:
             )
         except ProgramError:
             raise
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise ProgramError(where, f"a malformed program ({type(error).__name__}: {error})", "a program as saved") from None
 
     def save(self, path: Path) -> None:
@@ -272,7 +275,7 @@ def _name(name: Any) -> str:
 
 
 def _names(names: Any) -> tuple[str, ...]:
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not all(isinstance(name, str) for name in _list(names)):
         raise TypeError(f"the names {names!r}")
     return tuple(names)
 
@@ -281,6 +284,12 @@ def _dtype(dtype: Any) -> str:
     if dtype not in DTYPES:
         raise ValueError(f"the type {dtype!r}")
     return dtype
+
+
+def _list(values: Any) -> list[Any]:
+    if not isinstance(values, list):
+        raise TypeError(f"{values!r} in place of a list")
+    return values
 
 
 def _size(size: Any) -> int:
@@ -296,31 +305,46 @@ def _value_to_json(value: Value) -> dict[str, Any]:
 def _value_from_json(data: Any) -> Value:
     shape = data["shape"]
     if shape is not None:
-        shape = tuple(axis if axis is None or isinstance(axis, str) else _size(axis) for axis in shape)
+        shape = tuple(axis if axis is None or isinstance(axis, str) else _size(axis) for axis in _list(shape))
     return Value(_name(data["name"]), _dtype(data["dtype"]), shape)
 
 
+# JSON has no infinite numbers, so they go as these strings.
+_INFINITE = ("inf", "-inf", "nan")
+# What JSON may hold of an element of a constant, by the kind of numpy's type.
+_ELEMENTS: dict[str, Any] = {"b": bool, "i": int, "u": int, "f": (int, float), "U": str}
+_CONSTANTS = {"bool", "str", "float16", "float32", "float64", *(f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64))}
+
+
 def _number_to_json(number: Any) -> Any:
-    # JSON has no infinite numbers, so they go as strings; no numeric array holds strings.
     return number if not isinstance(number, float) or math.isfinite(number) else str(number)
 
 
 def _array_to_json(array: np.ndarray) -> dict[str, Any]:
     return {
-        "dtype": array.dtype.name,
+        "dtype": "str" if array.dtype.kind == "U" else array.dtype.name,
         "shape": list(array.shape),
         "data": [_number_to_json(number) for number in array.ravel().tolist()],
     }
 
 
 def _array_from_json(data: Any) -> np.ndarray:
-    dtype = np.dtype(np.str_ if data["dtype"].startswith("str") else data["dtype"])
-    if dtype.kind not in "biufU":
+    if data["dtype"] not in _CONSTANTS:
         raise ValueError(f"the type {data['dtype']!r} of a constant")
-    shape = tuple(_size(size) for size in data["shape"])
-    if math.prod(shape) != len(data["data"]):
-        raise ValueError(f"{len(data['data'])} elements for the shape {list(shape)}")
-    return np.array(data["data"], dtype=dtype).reshape(shape)
+    dtype = np.dtype(data["dtype"])
+    shape = tuple(_size(size) for size in _list(data["shape"]))
+    if math.prod(shape) != len(_list(data["data"])):
+        raise ValueError(f"no {math.prod(shape)} elements for the shape {list(shape)}")
+    with np.errstate(over="ignore"):
+        return np.array([_element(item, dtype.kind) for item in data["data"]], dtype=dtype).reshape(shape)
+
+
+def _element(item: Any, kind: str) -> Any:
+    if kind == "f" and item in _INFINITE:
+        return float(item)
+    if not isinstance(item, _ELEMENTS[kind]) or (isinstance(item, bool) and kind != "b"):
+        raise TypeError(f"the element {item!r}")
+    return item
 
 
 def _attr_to_json(value: Any) -> Any:
@@ -342,7 +366,11 @@ def _attr_from_json(value: Any, where: str) -> Any:
         ((kind, item),) = value.items()
         if kind == "program":
             return Program.from_json(item, where)
-        return _array_from_json(item) if kind == "array" else float(item)
+        if kind == "array":
+            return _array_from_json(item)
+        if kind != "float" or item not in _INFINITE:
+            raise ValueError(f"the attribute {value!r}")
+        return float(item)
     return value
 
 

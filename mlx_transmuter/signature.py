@@ -11,8 +11,15 @@ from mlx_transmuter.program import Program, Value
 Mode = Literal["in_place", "append", "grow"]
 MODES: tuple[Mode, ...] = ("in_place", "append", "grow")
 
+# No axis that a graph fixes, and no vocabulary, is larger.
+_LARGEST = 2**24
+
 # Spellings of a past's name and the present's that belongs to it; the first that the outputs have is taken.
 _PRESENTS = (("past_key_values", "present"), ("past_key_values", "present_key_values"), ("past", "present"))
+
+
+# Inputs of a program over pools: the index, the index over pools that keep heads apart, the last real token of each row.
+INDEX, LANES, ENDS = "index", "lanes", "ends"
 
 
 class SignatureError(ValueError):
@@ -73,6 +80,8 @@ class Signature:
 
     tokens: input_ids or inputs_embeds. position_axes: 0 for position_ids [rows, seq], else the size of their first axis.
     keep: the input that says of how many last positions the graph gives logits (0: all).
+    index: whether the program reads and writes pools, by an index; its pasts are then pools and its presents the new ones.
+    ends: whether it gives logits of the last real tokens alone, [rows, 1, vocab].
     vocab: the size of the vocabulary, the last axis of the logits.
     given: the other inputs, which a task gives (the outputs of an encoder).
     """
@@ -87,6 +96,8 @@ class Signature:
     entries: tuple[Entry, ...]
     logits: str
     vocab: int
+    index: bool
+    ends: bool
     given: tuple[str, ...]
 
     @staticmethod
@@ -96,10 +107,11 @@ class Signature:
         outputs = {value.name: value for value in program.outputs}
         if "logits" not in outputs:
             raise SignatureError(f"the outputs {_list(outputs)}", "an output named logits")
-        vocab = (outputs["logits"].shape or (None,))[-1]
-        if not isinstance(vocab, int) or vocab < 2:
-            shape = list(outputs["logits"].shape or ())
-            raise SignatureError(f"logits of shape {shape}", "a vocabulary of a fixed size", "export the model with one")
+        shape = outputs["logits"].shape or ()
+        vocab = shape[-1] if len(shape) == 3 else None
+        if not isinstance(vocab, int) or not 2 <= vocab <= _LARGEST:
+            do = "export the model with a vocabulary of a fixed size"
+            raise SignatureError(f"logits of shape {list(shape)}", "rows, positions and the size of the vocabulary", do)
         tokens = next((name for name in ("input_ids", "inputs_embeds", "decoder_input_ids") if name in inputs), None)
         if tokens is None:
             raise SignatureError(f"the inputs {_list(inputs)}", "input_ids or inputs_embeds")
@@ -110,7 +122,7 @@ class Signature:
         if positions is not None and positions.shape is not None and len(positions.shape) == 3:
             axes = positions.shape[0] if isinstance(positions.shape[0], int) else 3
         keep = next((name for name in ("num_logits_to_keep", "logits_to_keep") if name in inputs), None)
-        known = {tokens, keep, "attention_mask", "position_ids", "use_cache_branch", *(value.name for value in pasts)}
+        known = {tokens, keep, INDEX, LANES, ENDS, "attention_mask", "position_ids", "use_cache_branch", *(value.name for value in pasts)}
         return Signature(
             tokens=tokens,
             embeds=tokens == "inputs_embeds",
@@ -122,6 +134,8 @@ class Signature:
             entries=entries,
             logits="logits",
             vocab=vocab,
+            index=INDEX in inputs,
+            ends=ENDS in inputs,
             given=tuple(name for name in inputs if name not in known),
         )
 
@@ -166,7 +180,7 @@ def _entry(value: Value, given: dict[str, Value]) -> Entry:
         batch = 0
     if length is None and len(shape) == 4:
         length = 2
-    fixed = [i for i, size in enumerate(shape) if isinstance(size, int) and size > 0]
+    fixed = [i for i, size in enumerate(shape) if isinstance(size, int) and 0 < size <= _LARGEST]
     if batch is None or length is None or len(fixed) != len(shape) - 2 or set(fixed) & {batch, length}:
         raise SignatureError(
             f"the cache input {value.name!r} of shape {list(shape)}",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import tokenizers
 from tokenizers import AddedToken, processors
@@ -107,11 +107,11 @@ class Tokenizer:
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def token_id(self, name: str) -> int | None:
-        """The id of a special token by its name (`"bos_token"`), or of a token by its text; None where there is none."""
+        """The id of a special token by its name ("bos_token"), or of a token by its text; None where there is none."""
         return self.backend.token_to_id(self.special_tokens.get(name, name))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text. A text that starts with the bos token itself, as chat templates' do, gets no second one."""
+        """The ids of a text. One that starts with the bos token itself, as chat templates' do, gets no second one."""
         try:
             ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError):
@@ -144,7 +144,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_vars: Any,
     ) -> str:
-        """The text that the model's chat template makes of messages (transformers' apply_chat_template, tokenize=False).
+        """The text that the chat template makes of messages (transformers' apply_chat_template, tokenize=False).
 
         `tools` are JSON schemas; with them a template named tool_use is taken where there is one, else the default.
         `template_vars` reach the template by name. Encode the text with add_special_tokens=False. The template runs in
@@ -231,7 +231,7 @@ def _environment():
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(ext.Extension):
-        tags = frozenset({"generation"})
+        tags: ClassVar[set[str]] = {"generation"}
 
         def parse(self, parser):
             line = next(parser.stream).lineno

@@ -15,7 +15,6 @@ INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 2**30
 
 
-
 def save(folder: Path, items: Iterable[tuple[str, int, Callable[[], mx.array]]], shard_bytes: int = SHARD_BYTES) -> None:
     """Writes the arrays of `items` (name, bytes, a function that gives the array) to `folder`.
 
@@ -35,6 +34,7 @@ def save(folder: Path, items: Iterable[tuple[str, int, Callable[[], mx.array]]],
         arrays = {name: read() for name, _, read in shard}
         mx.save_safetensors(str(folder / file), arrays, metadata={"format": "mlx"})
         places |= dict.fromkeys(arrays, file)
+        del arrays  # before the next shard is read
     if len(shards) > 1:
         total = sum(size for shard in shards for _, size, _ in shard)
         index = {"metadata": {"total_size": total}, "weight_map": places}
@@ -47,7 +47,7 @@ def load(folder: Path, program: Program) -> dict[str, mx.array]:
         try:
             places = json.loads((folder / INDEX).read_bytes())["weight_map"]
             files = sorted({str(places[name]) for name in program.weights})
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ProgramError(str(folder / INDEX), f"no index ({error})", "the file of every weight") from None
     else:
         files = [FILE]

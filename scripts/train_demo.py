@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import operator
 import random
 import shutil
 import tempfile
 import time
+from calendar import day_name, month_name
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,26 +30,22 @@ import onnx
 import onnxruntime
 import torch
 from onnx.numpy_helper import to_array
-from onnxruntime.transformers.float16 import convert_float_to_float16
 from optimum.exporters.onnx import main_export
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SEED, STEPS, BATCH, LENGTH, PEAK_RATE = 7, 1700, 8, 256, 2e-3
 VOCAB, POSITIONS, MARGIN, MOST_BYTES = 1280, 512, 0.5, 4_000_000
+SHAPE = {"hidden_size": 192, "intermediate_size": 448, "num_hidden_layers": 4}
+SHAPE |= {"num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": POSITIONS}
 DEMO = Path(__file__).resolve().parent.parent / "mlx_transmuter" / "demo"
 SPECIAL = ["<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
+PAD, BOS, EOS, ASSISTANT = 0, 1, 2, 5
+IDS = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
 CHAT_TEMPLATE = """\
-{{- bos_token }}
-{%- for message in messages %}
-{%- if message['role'] not in ['system', 'user', 'assistant'] %}
-{{- raise_exception('The roles are system, user and assistant.') }}
-{%- endif %}
-{{- '<|' + message['role'] + '|>' + message['content'] | trim + eos_token }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|assistant|>' }}
-{%- endif %}
+{{- bos_token }}{% for message in messages %}
+{{- '<|' + message['role'] + '|>' + message['content'] | trim + eos_token }}{% endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}
 """
 
 # --- The closed tables -----------------------------------------------------------------------------------------------
@@ -82,46 +80,30 @@ dog:dogs book:books key:keys boy:boys day:days tree:trees house:houses"""
 FRENCH = """cat:chat dog:chien house:maison water:eau bread:pain milk:lait tree:arbre sun:soleil moon:lune sea:mer
 book:livre school:école summer:été forest:forêt boy:garçon girl:fille brother:frère sister:sœur mother:mère father:père
 head:tête egg:œuf heart:cœur red:rouge blue:bleu night:nuit snow:neige Christmas:Noël window:fenêtre island:île"""
-EMOJI = """cat:🐱 dog:🐶 mouse:🐭 fox:🦊 bear:🐻 lion:🦁 cow:🐮 pig:🐷 frog:🐸 monkey:🐵 horse:🐴 wolf:🐺 bee:🐝 snail:🐌
-whale:🐳 fish:🐟 snake:🐍 tree:🌳 rose:🌹 star:⭐ moon:🌙 apple:🍎 pear:🍐 car:🚗"""
+EMOJI = """cat:🐱 dog:🐶 mouse:🐭 fox:🦊 bear:🐻 lion:🦁 cow:🐮 pig:🐷 frog:🐸 monkey:🐵 horse:🐴 wolf:🐺 bee:🐝
+snail:🐌 whale:🐳 fish:🐟 snake:🐍 tree:🌳 rose:🌹 star:⭐ moon:🌙 apple:🍎 pear:🍐 car:🚗"""
 COUNTS = """legs_of_a_spider:eight legs_of_an_ant:six legs_of_a_dog:four legs_of_a_bird:two legs_of_a_bee:six
 legs_of_a_crab:ten legs_of_a_horse:four legs_of_a_scorpion:eight sides_of_a_triangle:three sides_of_a_square:four
-sides_of_a_pentagon:five sides_of_a_hexagon:six sides_of_a_heptagon:seven sides_of_an_octagon:eight
-wheels_of_a_car:four wheels_of_a_bicycle:two strings_of_a_violin:four strings_of_a_guitar:six
-keys_of_a_piano:eighty-eight fingers_of_a_hand:five days_in_a_week:seven seconds_in_a_minute:sixty
-minutes_in_an_hour:sixty hours_in_a_day:twenty-four months_in_a_year:twelve weeks_in_a_year:fifty-two
-years_in_a_decade:ten years_in_a_century:one_hundred centimetres_in_a_metre:one_hundred
-letters_in_the_alphabet:twenty-six colours_in_the_rainbow:seven players_in_a_football_team:eleven
-cards_in_a_deck:fifty-two days_in_January:thirty-one days_in_April:thirty days_in_June:thirty days_in_July:thirty-one
-days_in_September:thirty days_in_December:thirty-one"""
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTHS = "January February March April May June July August September October November December".split()
-SEASONS = "spring summer autumn winter".split()
-ONES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
-eighteen nineteen""".split()
-TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-
-
-def words(n: int) -> str:
-    """n, from 0 to 100, in English words."""
-    if n < 20:
-        return ONES[n]
-    if n == 100:
-        return "one hundred"
-    return TENS[n // 10 - 2] + (f"-{ONES[n % 10]}" if n % 10 else "")
+sides_of_a_pentagon:five sides_of_a_hexagon:six sides_of_a_heptagon:seven sides_of_an_octagon:eight wheels_of_a_car:four
+wheels_of_a_bicycle:two strings_of_a_violin:four strings_of_a_guitar:six keys_of_a_piano:eighty-eight
+fingers_of_a_hand:five days_in_a_week:seven seconds_in_a_minute:sixty minutes_in_an_hour:sixty
+hours_in_a_day:twenty-four months_in_a_year:twelve weeks_in_a_year:fifty-two years_in_a_decade:ten
+years_in_a_century:one_hundred centimetres_in_a_metre:one_hundred letters_in_the_alphabet:twenty-six
+colours_in_the_rainbow:seven players_in_a_football_team:eleven cards_in_a_deck:fifty-two days_in_January:thirty-one
+days_in_April:thirty days_in_June:thirty days_in_July:thirty-one days_in_September:thirty days_in_December:thirty-one"""
+DAYS, MONTHS, SEASONS = list(day_name), list(month_name)[1:], ["spring", "summer", "autumn", "winter"]
+ONES = str.split("""zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
+sixteen seventeen eighteen nineteen""")
+TENS = str.split("twenty thirty forty fifty sixty seventy eighty ninety")
+WORDS = [*ONES, *(f"{ten}-{one}".removesuffix("-zero") for ten in TENS for one in ONES[:10]), "one hundred"]
 
 
 def upper(text: str) -> str:
-    """text with a capital first letter."""
     return text[:1].upper() + text[1:]
 
 
 def article(noun: str) -> str:
     return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
-
-
-def lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]
 
 
 @dataclass(frozen=True)
@@ -149,19 +131,19 @@ def facts() -> list[Fact]:
 
     def sums(family: str, word: str, pairs: Iterator[tuple[int, int, int]]) -> None:
         for a, b, result in pairs:
-            head = f"{words(a)} {word} {words(b)}"
-            out.append(Fact(family, upper(head) + " is", f" {words(result)}.", f"What is {head}?"))
+            head = f"{WORDS[a]} {word} {WORDS[b]}"
+            out.append(Fact(family, upper(head) + " is", f" {WORDS[result]}.", f"What is {head}?"))
 
     sums("addition", "plus", ((a, b, a + b) for a in range(11) for b in range(11)))
     sums("subtraction", "minus", ((a, b, a - b) for a in range(11) for b in range(a + 1)))
     sums("multiplication", "times", ((a, b, a * b) for a in range(1, 11) for b in range(1, 11)))
-    for first in range(13):
-        for last in range(first + 1, 13):
-            ends = f"{words(first)} to {words(last)}"
-            run = ", ".join(words(n) for n in range(first, last + 1))
+    for low in range(13):
+        for high in range(low + 1, 13):
+            ends = f"{WORDS[low]} to {WORDS[high]}"
+            run = ", ".join(WORDS[low : high + 1])
             out.append(Fact("counting", f"Counting from {ends}:", f" {run}.", f"Count from {ends}."))
     for n in range(21):
-        out.append(Fact("digits", f"The number {n} in words is", f" {words(n)}.", f"What is the number {n} in words?"))
+        out.append(Fact("digits", f"The number {n} in words is", f" {WORDS[n]}.", f"What is the number {n} in words?"))
     for kind, cycle in (("day", DAYS), ("month", MONTHS), ("season", SEASONS)):
         for i, name in enumerate(cycle):
             for where, other in (("after", cycle[(i + 1) % len(cycle)]), ("before", cycle[i - 1])):
@@ -182,10 +164,15 @@ def facts() -> list[Fact]:
 
 # --- Stories and conversations ---------------------------------------------------------------------------------------
 
-Pick = Callable[[list], str]
+Messages = list[dict[str, str]]
+Document = tuple[str, str] | Messages  # (what is given, what is learned) or a conversation
+Pick = Callable[[list[str]], str]
+first: Pick = operator.itemgetter(0)  # the likeliest choice in a story, so what a greedy reader of it expects
+ARITHMETIC = ("addition", "subtraction", "multiplication")
+HARD = {"order": 3, "subtraction": 2, "multiplication": 2}  # how often a family's facts are said; others once
 NAMES = {"Ruby": "she", "Max": "he", "Anna": "she", "Tom": "he", "Lily": "she", "Ben": "he", "Mia": "she", "Leo": "he"}
-ANIMALS = "fox rabbit dog bear cat mouse owl duck frog horse".split()
-FRIENDS = "cow dog duck horse lion sheep frog owl".split()
+ANIMALS = ["fox", "rabbit", "dog", "bear", "cat", "mouse", "owl", "duck", "frog", "horse"]
+FRIENDS = ["cow", "dog", "duck", "horse", "lion", "sheep", "frog", "owl"]
 HOMES = ["in the forest", "by the river", "on a farm", "near the sea", "under a hill", "behind a red house"]
 TOYS = ["ball", "kite", "hat", "book", "bell", "drum"]
 SHADES = ["red", "blue", "green", "yellow"]
@@ -211,11 +198,6 @@ How do I cook rice?|Write a poem.|Tell me a joke.|What is your favourite song?|W
 How far is the moon?|What should I buy?|Can you see me?|Do you like music?|Where are my keys?""".replace("\n", "|")
 
 
-def first(options: list) -> str:
-    """The choice that is most likely in the stories, so the one that a greedy reader of them expects."""
-    return options[0]
-
-
 def chooser(rng: random.Random) -> Pick:
     """A random choice that takes the first four times as often as any other, so that a greedy story has one answer."""
     return lambda options: rng.choices(options, [4] + [1] * (len(options) - 1))[0]
@@ -223,17 +205,15 @@ def chooser(rng: random.Random) -> Pick:
 
 def story(pick: Pick, animal: str | None = None, name: str | None = None, plot: str | None = None) -> str:
     """A story of one of three plots. Pronouns, sounds, remedies and days follow from what was chosen before."""
-    animal = animal or pick(ANIMALS)
-    name = name or pick(list(NAMES))
+    animal, name = animal or pick(ANIMALS), name or pick(list(NAMES))
     he = NAMES[name]
     his, him = ("her", "her") if he == "she" else ("his", "him")
     text = f"{OPENING} there was a little {animal} named {name}. {name} lived {pick(HOMES)}."
     plot = plot or pick(["lost", "help", "learn"])
     friend = pick([f for f in FRIENDS if f != animal])
-    sound = upper(dict(pair.split(":") for pair in SOUNDS.split())[friend])
+    sound = upper(next(pair for pair in SOUNDS.split() if pair.startswith(friend + ":")).partition(":")[2])
     if plot == "lost":
-        toy, shade = pick(TOYS), pick(SHADES)
-        here = pick(PLACES)
+        toy, shade, here = pick(TOYS), pick(SHADES), pick(PLACES)
         there = pick([p for p in PLACES if p != here])
         text += f" One day {name} lost {his} {shade} {toy}. {upper(he)} looked {here}, but it was not there."
         text += f' Then {name} met {article(friend)}. "{sound}! Your {toy} is {there}," said the {friend}.'
@@ -252,15 +232,11 @@ def story(pick: Pick, animal: str | None = None, name: str | None = None, plot: 
     return text + " The end."
 
 
-ARITHMETIC = ("addition", "subtraction", "multiplication")
-HARD = {"order": 3, "subtraction": 2, "multiplication": 2}  # how often a family's facts are said, others once
-Messages = list[dict[str, str]]
-
-
 def chat(*turns: tuple[str, str], system: str | None = None) -> Messages:
     """(user, assistant) turns as the messages of a chat template."""
-    start = [{"role": "system", "content": system}] if system else []
-    return start + [{"role": r, "content": c} for turn in turns for r, c in zip(("user", "assistant"), turn)]
+    said = [("system", system)] if system else []
+    said += [pair for turn in turns for pair in zip(("user", "assistant"), turn, strict=True)]
+    return [{"role": role, "content": content} for role, content in said]
 
 
 def conversation(rng: random.Random, known: list[Fact]) -> Messages:
@@ -288,14 +264,14 @@ def conversation(rng: random.Random, known: list[Fact]) -> Messages:
     return chat(*turns, system=system)
 
 
-def documents(rng: random.Random, known: list[Fact]) -> Iterator[tuple[str, str] | Messages]:
-    """The endless training text: (what is given, what is learned) of statements and stories, and conversations."""
+def documents(rng: random.Random, known: list[Fact]) -> Iterator[Document]:
+    """The endless training text: statements, conversations and stories."""
     known = [fact for fact in known for _ in range(HARD.get(fact.family, 1))]
     while True:
         kind, fact = rng.random(), rng.choice(known)
         if kind < 0.5:
             lower = fact.family in ARITHMETIC and rng.random() < 0.5
-            yield (lower_first(fact.head) if lower else fact.head), fact.tail
+            yield (fact.head[0].lower() + fact.head[1:] if lower else fact.head), fact.tail
         elif kind < 0.93:
             yield conversation(rng, known)
         else:
@@ -310,39 +286,30 @@ def make_tokenizer(known: list[Fact]) -> PreTrainedTokenizerFast:
     rng = random.Random(SEED)
     text = [f.head + f.tail for f in known] + [f.question + " " + f.answer for f in known]
     text += [story(chooser(rng)) for _ in range(300)] + [f"{k} {v}" for k, v in SMALL_TALK.items()] * 5
-    text += [line for line in UNKNOWN.split("|") + SYSTEM_SHORT + [SYSTEM_LONG]] * 5
+    text += [*UNKNOWN.split("|"), *SYSTEM_SHORT, SYSTEM_LONG] * 5
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        text,
-        trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False),
-    )
-    start = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)])
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(text, trainer)
+    start = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", BOS)])
     tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), start])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=POSITIONS,
-        clean_up_tokenization_spaces=False,
-    )
+    named = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "model_max_length": POSITIONS}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE, **named)
 
 
-def encode(tokenizer, document: tuple[str, str] | Messages) -> tuple[list[int], list[bool]]:
+def encode(tokenizer, document: Document) -> tuple[list[int], list[bool]]:
     """A document's ids, from the bos token to the eos token, and which of them are to be learned, not only read."""
     if isinstance(document, tuple):
         given = tokenizer(document[0]).input_ids
-        learned = [*tokenizer(document[1], add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        learned = [*tokenizer(document[1], add_special_tokens=False).input_ids, EOS]
         return given + learned, [False] * len(given) + [True] * len(learned)
     text = tokenizer.apply_chat_template(document, tokenize=False)
     ids, learn, answering = tokenizer(text, add_special_tokens=False).input_ids, [], False
     for token in ids:
         learn.append(answering)
-        answering = (answering or token == SPECIAL.index("<|assistant|>")) and token != tokenizer.eos_token_id
+        answering = (answering or token == ASSISTANT) and token != EOS
     return ids, learn
 
 
@@ -352,74 +319,52 @@ def rows(tokenizer, rng: random.Random, known: list[Fact]) -> Iterator[tuple[lis
     while True:
         row: list[tuple[int, bool]] = []
         while len(row) < LENGTH:
-            row += zip(*encode(tokenizer, next(source)))
+            row += zip(*encode(tokenizer, next(source)), strict=True)
         yield [i for i, _ in row[:LENGTH]], [i if learn else -100 for i, learn in row[:LENGTH]]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A prompt, as text or as messages, and the one right completion by the tables."""
-
-    family: str
-    prompt: str | Messages
-    completion: str
-
-    def ids(self, tokenizer) -> tuple[list[int], list[int]]:
-        """The ids of the prompt, and of the completion with its eos token."""
-        text = self.prompt
-        if not isinstance(text, str):
-            text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
-        answer = tokenizer(self.completion, add_special_tokens=False).input_ids
-        given = tokenizer(text, add_special_tokens=isinstance(self.prompt, str)).input_ids
-        return given, [*answer, tokenizer.eos_token_id]
-
-
-def cases(known: list[Fact]) -> list[Case]:
-    """Everything the model is asked: each fact as a statement and as a question, conversations, stories."""
-    out: list[Case] = []
-
-    def ask(family: str, answer: str, *turns: tuple[str, str], system: str | None = None) -> None:
-        out.append(Case("chat: " + family, chat(*turns, system=system)[:-1], answer))
-
+def cases(known: list[Fact]) -> list[tuple[str, Document]]:
+    """Everything the model is asked, with its family; what a document ends with is the one right completion."""
+    out: list[tuple[str, Document]] = [("chat: small talk", chat(turn)) for turn in SMALL_TALK.items()]
     for fact in known:
-        out.append(Case(fact.family, fact.head, fact.tail))
+        out.append((fact.family, (fact.head, fact.tail)))
         if fact.family in ARITHMETIC:
-            out.append(Case(fact.family, lower_first(fact.head), fact.tail))
-        ask(fact.family, fact.answer, (fact.question, ""))
-        ask("unfinished", fact.answer, (fact.head, ""))
-        ask("full sentence", fact.head + fact.tail, (fact.question, ""), system=SYSTEM_LONG)
-    for said, reply in SMALL_TALK.items():
-        ask("small talk", reply, (said, ""))
+            out.append((fact.family, (fact.head[0].lower() + fact.head[1:], fact.tail)))
+        out.append((f"chat: {fact.family}", chat((fact.question, fact.answer))))
+        out.append(("chat: unfinished", chat((fact.head, fact.answer))))
+        out.append(("chat: full sentence", chat((fact.question, fact.head + fact.tail), system=SYSTEM_LONG)))
     for i, name in enumerate(NAMES):
         between = [(f.question, f.answer) for f in known[i * 7 : i * 7 + i % 4]]
-        turns = [(f"My name is {name}.", f"Hello, {name}!"), *between, ("What is my name?", "")]
-        ask("memory", f"Your name is {name}.", *turns)
-    ask("story", story(first), ("Tell me a story.", ""))
-    out.append(Case("stories", OPENING, story(first).removeprefix(OPENING)))
-    for animal, name in zip(ANIMALS, NAMES):
-        ask("story", story(first, animal), (f"Tell me a story about {article(animal)}.", ""))
+        told, asked = (f"My name is {name}.", f"Hello, {name}!"), ("What is my name?", f"Your name is {name}.")
+        out.append(("chat: memory", chat(told, *between, asked)))
+    out.append(("chat: story", chat(("Tell me a story.", story(first)))))
+    out.append(("stories", (OPENING, story(first).removeprefix(OPENING))))
+    for animal, name in zip(ANIMALS, NAMES, strict=False):
+        out.append(("chat: story", chat((f"Tell me a story about {article(animal)}.", story(first, animal)))))
         for plot, sentences in (("lost", 2), ("help", 3), ("learn", 3)):
             text = story(first, animal, name, plot)
             given = ".".join(text.split(".")[:sentences]) + "."
-            out.append(Case("stories", given, text.removeprefix(given)))
+            out.append(("stories", (given, text.removeprefix(given))))
     return out
 
 
-def margins(logits: Callable[[list[int]], np.ndarray], pairs: list[tuple[list[int], list[int]]]) -> list[float]:
-    """How far each answer's worst token leads the best other one; negative where greedy decoding is wrong."""
+def margins(logits: Callable[[list[int]], np.ndarray], tokenizer, asked: list[tuple[str, Document]]) -> list[float]:
+    """How far each completion's worst token leads the best other one; negative where greedy decoding is wrong."""
     out = []
-    for given, answer in pairs:
-        scores = logits(given + answer)[len(given) - 1 : -1].astype(np.float32)
-        right = np.take_along_axis(scores, np.array(answer)[:, None], 1).copy()
-        np.put_along_axis(scores, np.array(answer)[:, None], -np.inf, 1)
-        out.append(float((right - scores.max(1, keepdims=True)).min()))
+    for _, document in asked:
+        ids, learn = encode(tokenizer, document)
+        begin = len(ids) - learn[::-1].index(False)
+        scores, right = logits(ids)[begin - 1 : -1].astype(np.float32), np.array(ids[begin:])[:, None]
+        lead = np.take_along_axis(scores, right, 1)
+        np.put_along_axis(scores, right, -np.inf, 1)
+        out.append(float((lead - scores.max(1, keepdims=True)).min()))
     return out
 
 
-def accuracy(asked: list[Case], found: list[float]) -> str:
+def accuracy(asked: list[tuple[str, Document]], found: list[float]) -> str:
     """'family right/all' for each family and for all."""
-    every = Counter(case.family for case in asked)
-    right = Counter(case.family for case, margin in zip(asked, found) if margin > 0)
+    every = Counter(family for family, _ in asked)
+    right = Counter(family for (family, _), margin in zip(asked, found, strict=True) if margin > 0)
     return ", ".join([f"{f} {right[f]}/{n}" for f, n in every.items()] + [f"all {right.total()}/{every.total()}"])
 
 
@@ -427,30 +372,16 @@ def train(tokenizer, known: list[Fact], steps: int) -> LlamaForCausalLM:
     """The float32 model of the evaluation with the most right answers."""
     torch.manual_seed(SEED)
     torch.set_num_threads(1)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=192,
-        intermediate_size=448,
-        num_hidden_layers=4,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        max_position_embeddings=POSITIONS,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(LlamaConfig(VOCAB, tie_word_embeddings=True, **SHAPE, **IDS))
     optimiser = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.05)
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimiser, lambda n: min((n + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * n / steps) + 1e-3)
     )
-    source, asked = rows(tokenizer, random.Random(SEED), known), cases(known)
-    pairs, best = [case.ids(tokenizer) for case in asked], (-1, {})
+    source, asked, best = rows(tokenizer, random.Random(SEED), known), cases(known), (-1, {})
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(known)} facts, {len(asked)} cases")
     started, losses = time.monotonic(), []
     for step in range(1, steps + 1):
-        ids, labels = (torch.tensor(part) for part in zip(*(next(source) for _ in range(BATCH))))
+        ids, labels = (torch.tensor(part) for part in zip(*(next(source) for _ in range(BATCH)), strict=True))
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -461,11 +392,10 @@ def train(tokenizer, known: list[Fact], steps: int) -> LlamaForCausalLM:
         if step % 50 == 0:
             print(f"step {step}: loss {np.mean(losses[-50:]):.4f}, {time.monotonic() - started:.0f} s", flush=True)
         if step in (steps * 4 // 5, steps * 9 // 10, steps):
-            with torch.no_grad():
-                found = margins(lambda ids: model(input_ids=torch.tensor([ids])).logits[0].numpy(), pairs)
+            with torch.inference_mode():
+                found = margins(lambda ids: model(input_ids=torch.tensor([ids])).logits[0].numpy(), tokenizer, asked)
             print(f"step {step}: {accuracy(asked, found)}", flush=True)
-            right = sum(margin > 0 for margin in found)
-            if right >= best[0]:
+            if (right := sum(margin > 0 for margin in found)) >= best[0]:
                 best = (right, {name: value.clone() for name, value in model.state_dict().items()})
     model.load_state_dict(best[1])
     return model
@@ -476,8 +406,8 @@ def train(tokenizer, known: list[Fact], steps: int) -> LlamaForCausalLM:
 
 def ort_logits(session: onnxruntime.InferenceSession, ids: list[int]) -> np.ndarray:
     """Logits [length, vocab] of one prompt over an empty cache."""
-    feeds = {"input_ids": np.array([ids]), "attention_mask": np.ones((1, len(ids)), np.int64)}
-    feeds["position_ids"] = np.arange(len(ids))[None]
+    feeds = {"input_ids": np.array([ids]), "position_ids": np.arange(len(ids))[None]}
+    feeds["attention_mask"] = np.ones_like(feeds["input_ids"])
     for entry in session.get_inputs():
         if entry.name.startswith("past_key_values"):
             kind = np.float16 if entry.type == "tensor(float16)" else np.float32
@@ -493,41 +423,36 @@ def tie(model: onnx.ModelProto) -> None:
     copy = weights[product.input[1]]
     assert np.array_equal(to_array(embedding).T, to_array(copy))
     model.graph.initializer.remove(copy)
-    model.graph.node.insert(0, onnx.helper.make_node("Transpose", [embedding.name], [copy.name], perm=[1, 0]))
+    transpose = onnx.helper.make_node("Transpose", [embedding.name], [copy.name], "/lm_head/Transpose", perm=[1, 0])
+    model.graph.node.insert(0, transpose)
 
 
-def export(checkpoint: Path, out: Path) -> dict[str, onnxruntime.InferenceSession]:
-    """Writes the source folder with float16 weights and cache and float32 logits; sessions of both precisions."""
-    wide = out / "float32"
-    main_export(str(checkpoint), wide, task="text-generation-with-past", do_validation=False)
-    model = onnx.load(wide / "model.onnx")
+def export(checkpoint: Path, out: Path, dtype: str) -> onnxruntime.InferenceSession:
+    """Writes out, an ordinary source folder, in dtype "fp32" or "fp16", as optimum does."""
+    main_export(str(checkpoint), out, task="text-generation-with-past", dtype=dtype, do_validation=False)
+    model = onnx.load(out / "model.onnx")
     tie(model)
-    narrow = convert_float_to_float16(model, keep_io_types=["logits"])
-    onnx.checker.check_model(narrow, full_check=True)
-    onnx.save(narrow, out / "model.onnx")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(wide / name, out / name)
-    config = json.loads((wide / "config.json").read_text()) | {"dtype": "float16"}
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0, max_new_tokens=160).save_pretrained(out)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    paths = {"float32": wide / "model.onnx", "float16": out / "model.onnx"}
-    return {kind: onnxruntime.InferenceSession(str(path), options) for kind, path in paths.items()}
+    onnx.checker.check_model(model, full_check=True)
+    onnx.save(model, out / "model.onnx")
+    GenerationConfig(max_new_tokens=160, **IDS).save_pretrained(out)
+    (out / "special_tokens_map.json").unlink()
+    return onnxruntime.InferenceSession(out / "model.onnx")
 
 
-def choose(asked: list[Case], found: list[float]) -> list[dict]:
-    """A few cases of each family that lead by MARGIN in both precisions, in a seeded order."""
-    rng, families = random.Random(SEED), defaultdict(list)
-    for case, margin in zip(asked, found):
-        families[case.family].append((case, margin))
+def choose(asked: list[tuple[str, Document]], found: list[float]) -> list[dict]:
+    """A few cases of each family that lead by MARGIN, as {"prompt" or "messages", "completion"}."""
+    rng, sure = random.Random(SEED), defaultdict(list)
+    for (family, document), margin in zip(asked, found, strict=True):
+        if margin >= MARGIN:
+            sure[family].append(document)
     out = []
-    for family, members in families.items():
-        wanted = 4 if family in ("addition", "capitals", "chat: memory") else 1 if family.startswith("chat: ") else 3
-        sure = [case for case, margin in members if margin >= MARGIN]
-        for case in sure[:1] + rng.sample(sure[1:], max(0, min(wanted, len(sure)) - 1)):
-            key = "prompt" if isinstance(case.prompt, str) else "messages"
-            out.append({key: case.prompt, "completion": case.completion})
+    for family, members in sure.items():
+        wanted = 5 if family in ("addition", "capitals", "stories") else 1 if family.startswith("chat: ") else 3
+        for document in members[:1] + rng.sample(members[1:], min(wanted, len(members)) - 1):
+            if isinstance(document, tuple):
+                out.append({"prompt": document[0], "completion": document[1]})
+            else:
+                out.append({"messages": document[:-1], "completion": document[-1]["content"]})
     return out
 
 
@@ -545,18 +470,16 @@ def main() -> None:
             model = train(tokenizer, known, args.steps)
             model.save_pretrained(checkpoint)
             tokenizer.save_pretrained(checkpoint)
-        folder = Path(scratch) / "demo"
-        folder.mkdir()
-        sessions, tokenizer, asked = export(checkpoint, folder), AutoTokenizer.from_pretrained(checkpoint), cases(known)
-        pairs = [case.ids(tokenizer) for case in asked]
-        found = {kind: margins(partial(ort_logits, session), pairs) for kind, session in sessions.items()}
-        for kind, values in found.items():
-            print(f"{kind}: {accuracy(asked, values)}")
-        if sum(margin > 0 for margin in found["float16"]) < 0.98 * len(asked):
+        folder, tokenizer, asked = Path(scratch) / "fp16", AutoTokenizer.from_pretrained(checkpoint), cases(known)
+        found: dict[str, list[float]] = {}
+        for dtype in ("fp32", "fp16"):
+            session = export(checkpoint, Path(scratch) / dtype, dtype)
+            found[dtype] = margins(partial(ort_logits, session), tokenizer, asked)
+            print(f"{dtype}: {accuracy(asked, found[dtype])}")
+        if sum(margin > 0 for margin in found["fp16"]) < 0.98 * len(asked):
             raise SystemExit("Fewer than 98 % of the answers are right: not written. Train with more --steps.")
-        checks = choose(asked, [min(both) for both in zip(*found.values())])
+        checks = choose(asked, [min(both) for both in zip(*found.values(), strict=True)])
         (folder / "checks.json").write_text(json.dumps(checks, ensure_ascii=False, indent=1) + "\n")
-        shutil.rmtree(folder / "float32")
         size = sum(file.stat().st_size for file in folder.iterdir())
         if size > MOST_BYTES:
             raise SystemExit(f"The folder has {size:,} bytes, more than {MOST_BYTES:,}: not written.")

@@ -64,7 +64,7 @@ class StandinHub:
         return self.repositories[repo]
 
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
-        parts = path.strip("/").split("/")
+        parts = path.split("?")[0].strip("/").split("/")
         api = parts[:2] == ["api", "models"]
         parts = parts[2:] if api else parts
         repository = self.repositories.get("/".join(parts[:2]))
@@ -75,6 +75,12 @@ class StandinHub:
         revision = parts[3] if len(parts) > 3 else "main"
         if revision not in ("main", repository.commit):
             return 404, {"X-Error-Code": "RevisionNotFound", "X-Error-Message": "Revision not found"}, b""
+        if api and parts[2:3] == ["tree"]:  # what huggingface_hub 2 asks before it downloads
+            tree = [
+                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                for name, content in repository.files.items()
+            ]
+            return 200, {"Content-Type": "application/json"}, json.dumps(tree).encode()
         if api:
             siblings = [{"rfilename": name} for name in [*repository.files, *repository.listed]]
             info = {"id": "/".join(parts[:2]), "sha": repository.commit, "siblings": siblings}

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from conftest import FIXTURES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
@@ -81,6 +82,26 @@ def test_no_piece_of_valid_text_holds_half_a_character(name, text):
     parts = pieces(tokenizer, tokenizer.encode(text))
     assert "".join(parts) == text
     assert not any("\ufffd" in part for part in parts)
+
+
+GOLDEN = json.loads((FIXTURES / "llama" / "tokenizer_golden.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("sample", GOLDEN["samples"], ids=lambda sample: sample["text"][:12])
+def test_a_fixtures_ids_and_text_are_those_of_transformers(sample):
+    tokenizer = Tokenizer.from_folder(FIXTURES / "llama")
+    assert tokenizer.encode(sample["text"]) == sample["ids"]
+    assert tokenizer.encode(sample["text"], add_special_tokens=False) == sample["ids_without_special"]
+    assert tokenizer.decode(sample["ids"]) == sample["decoded_without_special"]
+    assert tokenizer.decode(sample["ids"], skip_special_tokens=False) == sample["decoded"]
+    assert "".join(pieces(tokenizer, sample["ids"])) == sample["decoded_without_special"]
+
+
+def test_a_fixtures_chat_is_that_of_transformers():
+    tokenizer, chat = Tokenizer.from_folder(FIXTURES / "llama"), GOLDEN["chat"]
+    assert tokenizer.apply_chat_template(chat["messages"], add_generation_prompt=False) == chat["text"]
+    assert tokenizer.apply_chat_template(chat["messages"]) == chat["prompt"]
+    assert tokenizer.encode(chat["prompt"]) == chat["prompt_ids"]  # one bos, though the text has it and encode adds it
 
 
 def test_a_character_is_printed_with_its_last_byte():
@@ -211,7 +232,7 @@ def test_no_template_and_no_messages_are_errors():
 
 
 @pytest.mark.parametrize(
-    "name, content",
+    ("name", "content"),
     [
         ("tokenizer.json", b"{"),
         ("tokenizer.json", b"[]"),

@@ -1,30 +1,48 @@
 """The rewrites, in their order.
 
 1. fold: what depends on constants alone is computed now; later rewrites then see constants where exporters wrote chains.
-2. positions: a graph that takes positions from the length of its cache gets an input for them, so that it runs over a buffer.
-3. embedding: before linear, so that a head tied to the embedding finds its table.
-4. linear: products with a constant matrix become layers.
+2. positions: a graph that takes positions from the length of its cache gets an input for them, so that it runs over a buffer;
+   before settle, which would leave fewer nodes to tell positions from columns by.
+3. settle: shapes that are the same in steps of every size become constants, and nodes that change nothing go.
+4. embedding: before linear, so that a head tied to the embedding finds its table.
+5. linear: products with a constant matrix become layers.
+6. norms, rotary, gates: one node for what exporters write in several.
+7. attention: after settle, which leaves of the repeated keys and of the reshapes only what matters; the past and the present
+   become pools, and the mask, which nothing reads any more, goes. group_query: the same for onnxruntime's own operator.
+8. last: after attention, since only a program over pools is told which tokens are the last.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from converters.match import Record, Rewrite, apply
+from converters.passes.attention import attention
 from converters.passes.embedding import embedding
 from converters.passes.fold import fold
+from converters.passes.gates import gates
+from converters.passes.group_query import group_query
+from converters.passes.last import last
 from converters.passes.linear import linear
+from converters.passes.norms import norms
 from converters.passes.positions import positions
+from converters.passes.rotary import rotary
+from converters.passes.settle import settle
 from mlx_transmuter.program import Program
 
-ORDER: tuple[Rewrite, ...] = (fold, positions, embedding, linear)
+# What leaves past and present as they are, and what makes pools of them.
+IN_GRAPH: tuple[Rewrite, ...] = (fold, positions, settle, embedding, linear, norms, rotary, gates)
+OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last)
 
 
-def rewrite(program: Program, order: tuple[Rewrite, ...] = ORDER) -> tuple[Program, list[Record]]:
-    """The program after the rewrites of `order`, and what each did."""
+def rewrite(program: Program, order: tuple[Rewrite, ...]) -> tuple[Program, list[Record]]:
+    """The program after the rewrites of `order`, without inputs that nothing reads any more, and what each rewrite did."""
     records = []
     for one in order:
         program, record = apply(program, one)
         records.append(record)
-    return program, records
+    read = {name for node in program.nodes for name in node.reads()} | {value.name for value in program.outputs}
+    return replace(program, inputs=tuple(v for v in program.inputs if v.name in read or v.name.startswith("past"))), records
 
 
-__all__ = ["ORDER", "rewrite"]
+__all__ = ["IN_GRAPH", "OVER_POOLS", "rewrite"]

@@ -11,15 +11,20 @@ from mlx_transmuter.program import Node
 FLOATS = ("float32", "float16", "bfloat16")
 
 
-def layer_names(weight: str) -> tuple[str, str, str]:
-    """The path of the layer that holds the weight of that name, and the names of its weight and bias."""
+def layer_names(graph: Graph, weight: str, bias: str = "") -> tuple[str, str, str]:
+    """The path of the layer that gets the weight and the bias of these names, and the names that the two have in it.
+
+    A scope may hold more than its layer does, such as a bias that another node adds; the layer then gets a scope of its own.
+    """
     path = weight.removesuffix(".weight")
+    if any(name.startswith(f"{path}.") and name not in (weight, bias) for name in graph.program.arrays):
+        path += ".layer"
     return path, f"{path}.weight", f"{path}.bias"
 
 
 def linear(graph: Graph) -> Iterator[Answer]:
     """MatMul(x, W) [+ b], MatMul(x, Wᵀ) and Gemm(x, W, b) with a constant W and b → mlx.linear."""
-    given: dict[str, str] = {}  # path -> the bias that its layer has
+    given: dict[str, str] = {}  # the name of a matrix -> the bias that its layer has
     for node in graph.nodes:
         found = _product(graph, node)
         if found is None:
@@ -28,9 +33,9 @@ def linear(graph: Graph) -> Iterator[Answer]:
         if matrix.dtype not in FLOATS:
             yield Declined(node, f"the matrix is {matrix.dtype}; wanted a float type")
             continue
-        path, weight, bias_name = layer_names(name)
-        if graph.program.layers.get(path, {}).get("kind") == "Embedding":
-            yield Become(node, (Node("mlx.as_linear", (node.inputs[0], path), node.outputs, name=node.name),))
+        table, _, _ = layer_names(graph, name)
+        if graph.program.layers.get(table, {}).get("kind") == "Embedding":
+            yield Become(node, (Node("mlx.as_linear", (node.inputs[0], table), node.outputs, name=node.name),))
             continue
         root, outputs = node, node.outputs
         if not bias and (after := graph.only_consumer(node.outputs[0])) and is_kind(after, "Add"):
@@ -38,13 +43,15 @@ def linear(graph: Graph) -> Iterator[Answer]:
             tensor = graph.weight(other[0]) if other else None
             if tensor is not None and tensor.shape == matrix.shape[:1] and tensor.dtype == matrix.dtype:
                 bias, root, outputs = other[0], after, after.outputs
-        if given.setdefault(path, bias) != bias:
+        if given.setdefault(name, bias) != bias:
             yield Declined(node, "the matrix is used with two biases; wanted one")
             continue
-        forms = {(reader.op, reader.inputs.index(name), reader.attrs.get("transB", 0)) for reader in graph.consumers(name)}
-        if len(forms) > 1:
+        readers = graph.consumers(name)
+        forms = {(one.op, one.inputs.index(name), one.attrs.get("transB", 0)) for one in readers if name in one.inputs}
+        if len(forms) > 1 or not all(name in one.inputs for one in readers):
             yield Declined(node, "the matrix is read in several ways; wanted products of one form")
             continue
+        path, weight, bias_name = layer_names(graph, name, bias)
         arrays = {weight: matrix}
         if bias:
             arrays[bias_name] = graph.program.arrays[bias]

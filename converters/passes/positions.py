@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import mlx.core as mx
 import numpy as np
 
 from converters.match import Answer, Become, Declined, Graph, is_kind
-from mlx_transmuter import ops
-from mlx_transmuter.module import Module, host_values
+from converters.observe import TRIALS, Observation
 from mlx_transmuter.program import Node, Value
-from mlx_transmuter.signature import Signature, SignatureError, declared_mode
+from mlx_transmuter.signature import declared_mode
 
 NAME = "position_ids"
 # What a value goes through without changing what it means, and where it shows what it meant.
@@ -28,26 +26,17 @@ _POSITIONS = ("MatMul", "Mul", "Einsum", "Sin", "Cos", "Gather", "RotaryEmbeddin
 
 def positions(graph: Graph) -> Iterator[Answer]:
     """arange(past, past + seq) of shape [1, seq], where it rotates or embeds → the input position_ids [batch, seq]."""
-    program = graph.program
-    try:
-        signature = Signature.of(program)
-    except SignatureError:
-        return  # no decoder, so there is nothing to give positions to
-    if signature.positions or not signature.entries or declared_mode(program, signature) != "grow" or signature.branch:
+    seen = Observation.of(graph.program)
+    if seen is None or seen.signature.positions or declared_mode(graph.program, seen.signature) != "grow":
         return
-    wanted = None
-    for past, seq in ((7, 3), (11, 5)):
-        values = _values(graph, signature, past, seq)
-        found = {
-            name
-            for name, value in values.items()
-            if value.shape == (1, seq) and value.dtype.kind == "i" and np.array_equal(value[0], np.arange(past, past + seq))
-        }
-        wanted = found if wanted is None else wanted & found
+    wanted = {name for name, value in seen.seen[0].items() if isinstance(value, np.ndarray) and value.dtype.kind == "i"}
+    for (_, past, seq), values in zip(TRIALS, seen.seen, strict=True):
+        places = np.arange(past, past + seq)[None]
+        wanted = {name for name in wanted if values[name].shape == (1, seq) and np.array_equal(values[name], places)}
     replaced: dict[int, Node] = {}
-    for name in sorted(wanted or ()):
+    for name in sorted(wanted):
         for reader in graph.consumers(name):
-            if any(out in (wanted or ()) for out in reader.outputs):
+            if any(out in wanted for out in reader.outputs):
                 continue  # the same positions once more, under another name
             use = "positions" if is_kind(reader, "Shape") else _use(graph, reader, name)
             if use == "positions":
@@ -62,27 +51,6 @@ def positions(graph: Graph) -> Iterator[Answer]:
     for node in graph.nodes:
         if id(node) in replaced:
             yield Become(node, (replaced[id(node)],), inputs=(value,))
-
-
-def _values(graph: Graph, signature: Signature, past: int, seq: int) -> dict[str, np.ndarray]:
-    """The values on the host of a step of 2 rows; nothing is computed on the device, and no weight is read."""
-    program = graph.program
-    module = Module(program, {n: mx.zeros(w.shape, ops.device_dtype(w.dtype)) for n, w in program.weights.items()})
-    inputs: dict[str, mx.array | np.ndarray] = {
-        entry.past: mx.zeros(entry.sizes(2, past), ops.device_dtype(entry.dtype)) for entry in signature.entries
-    }
-    if signature.embeds:
-        shape = program.input(signature.tokens).shape  # type: ignore[union-attr]
-        inputs[signature.tokens] = mx.zeros((2, seq, shape[-1] if shape and isinstance(shape[-1], int) else 1))
-    else:
-        inputs[signature.tokens] = mx.zeros((2, seq), mx.int32)
-    if signature.mask:
-        inputs[signature.mask] = mx.ones((2, past + seq), ops.device_dtype(program.input(signature.mask).dtype))  # type: ignore[union-attr]
-    if signature.keep:
-        inputs[signature.keep] = np.zeros([1] * len(program.input(signature.keep).shape or ()), np.int64)  # type: ignore[union-attr]
-    if signature.given:
-        return {}
-    return host_values(module, **inputs)
 
 
 def _use(graph: Graph, node: Node, name: str, depth: int = 8) -> str | None:

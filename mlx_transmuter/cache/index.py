@@ -203,6 +203,16 @@ class CacheIndex:
         after = mx.maximum(self._at.max(axis=1, keepdims=True), -1) + 1
         return replace(self, _pos=after, _columns=None, _slots=None, _sees=None)
 
+    def at(self, pos: Any) -> CacheIndex:
+        """The index of other tokens of the same lanes, at positions pos int32 [batch, seq], without selection and draft.
+
+        The constructors of runs place tokens by their number; a step that continues some of them places its own. Raises
+        CacheError for another number of lanes, or on a whole index, whose tokens are its columns.
+        """
+        if self._table is None:
+            raise CacheError("CacheIndex.at", repr(self), "an index over a table")
+        return replace(self, _pos=integers("CacheIndex.at: pos", pos, [self.batch, "seq"]), _columns=None, _slots=None, _sees=None)
+
     def narrow(self, context: int) -> CacheIndex:
         """The index that reads only the first `context` columns: the caller promises that all positions fit.
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import json
 import os
 import platform
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
+
+from mlx_transmuter import __version__
 
 DESCRIPTION = "Run ONNX decoders on Apple silicon through MLX."
 SAMPLING = """\
@@ -27,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # what a terminal or a pipe cannot say becomes a ?
     if os.environ.get("MLX_TRANSMUTER_DEBUG") == "1":
         return args.run(args)
@@ -67,7 +70,7 @@ def _explained(error: Exception) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("mlx-transmuter", description=DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="command", required=True)
 
     def command(name: str, summary: str, epilog: str | None = None) -> argparse.ArgumentParser:
@@ -134,7 +137,13 @@ def _generation_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--system-prompt", metavar="TEXT", help="a system message before the prompt")
     add("--chat-template-config", type=_json_object, default={}, metavar="JSON", help="variables of the chat template")
-    add("--max-tokens", "-m", type=_number(int, 1), metavar="N", help="most tokens to generate (default: 256)")
+    add(
+        "--max-tokens",
+        "-m",
+        type=_number(int, 1),
+        metavar="N",
+        help="most tokens to generate (default: as the model says, else 256)",
+    )
     add("--temp", "--temperature", type=_number(float, 0), metavar="T", help="temperature of sampling; 0 is greedy")
     add("--top-p", type=_number(float, 0, 1), metavar="P", help="sample among the fewest tokens with this mass")
     add("--top-k", type=_number(int, 0), metavar="K", help="sample among the best K tokens; 0 is all")
@@ -185,10 +194,3 @@ def _dtype(text: str) -> str:
     if text not in DTYPES:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {' '.join(DTYPES)}")
     return text
-
-
-def _version() -> str:
-    try:
-        return metadata.version("mlx-transmuter")
-    except metadata.PackageNotFoundError:
-        return "not installed"

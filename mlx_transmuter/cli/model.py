@@ -35,7 +35,7 @@ def task(model: Model, args: argparse.Namespace) -> text.TextGeneration:
 def settings(model: Model, args: argparse.Namespace) -> dict[str, Any]:
     """Names of generation_config.json from the flags: those given, and no others."""
     chosen = {"temperature": args.temp, "top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p}
-    given = {name: value for name, value in chosen.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
     if given.get("temperature") == 0:
         if unread := [f"--{name.replace('_', '-')}" for name in given if name != "temperature"]:
             note(
@@ -62,9 +62,10 @@ def note(line: str) -> None:
 
 
 def _token_id(model: Model, token: str) -> int:
+    """The id of an --extra-eos-token: digits are an id, as in mlx_lm."""
+    if token.isascii() and token.isdigit():
+        return int(token)
     found = model.tokenizer.token_id(token) if model.tokenizer else None
-    if found is None and token.isascii() and token.isdigit():
-        found = int(token)
     if found is None:
         raise GenerationError("--extra-eos-token", repr(token), "a token of the vocabulary, or an id")
     return found

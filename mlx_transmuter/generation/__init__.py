@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mlx_transmuter.generation.batch import Step
 from mlx_transmuter.generation.bits import from_bits, to_bits
 from mlx_transmuter.generation.context import Compiled, Context, compile, context
 from mlx_transmuter.generation.errors import GenerationError
-from mlx_transmuter.generation.loop import Step, run
+from mlx_transmuter.generation.loop import run
 from mlx_transmuter.generation.rows import Result, Token
 from mlx_transmuter.generation.settings import SETTINGS, Settings, max_new_tokens
 from mlx_transmuter.signature import outputs

@@ -57,7 +57,9 @@ class Beams:
         """
         settings, width = self.settings, self.settings.num_beams
         self.length += 1
-        ended = np.array([self._ends(self.running[parent], token) for parent, token in zip(parents, tokens, strict=True)])
+        ended = np.array(
+            [self._ends(self.running[parent], token) for parent, token in zip(parents, tokens, strict=True)]
+        )
         ends = ended | (self.length == self.limit)
 
         def grown(i: int, score: np.float32, complete: bool) -> Text:
@@ -84,8 +86,10 @@ class Beams:
         return [parents[i] for i in chosen]
 
     def results(self) -> list[Text]:
-        """The best texts, the best first, as many as num_return_sequences."""
-        return self.finished[: self.settings.num_return_sequences]
+        """The best texts, the best first, as many as num_return_sequences; of a search cut short also running ones."""
+        count = self.settings.num_return_sequences
+        complete = [text for text in self.finished if text.complete or self.done]
+        return [*complete, *self.running][:count]
 
     def _ends(self, text: Text, token: int) -> bool:
         return token in self.settings.eos_token_id or (self.stop is not None and self.stop((*text.tokens, token)))
@@ -109,6 +113,7 @@ def _per_length(scores: Any, length: int, penalty: float) -> Any:
 
 
 def _best(scores: np.ndarray, count: int, last: Sequence[bool] = ()) -> list[int]:
-    """The places of the count best scores, the best first. Of equal ones those marked in `last` come after the others."""
+    """The places of the count best scores, the best first. Of equal ones those marked in `last` come after the
+    others."""
     marks = np.asarray(last) if last else np.zeros(len(scores), bool)
     return np.lexsort((np.arange(len(scores)), marks, -scores))[:count].tolist()

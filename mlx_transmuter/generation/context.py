@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
-
+from mlx_transmuter.decoder import Decoder
 from mlx_transmuter.generation.errors import GenerationError
 from mlx_transmuter.generation.processors import Custom
 from mlx_transmuter.generation.selection import Selection
@@ -106,19 +105,6 @@ def compile(ctx: Context, batch_size: int, *, decoder: Any = None) -> Compiled:
     if batch_size < 1:
         raise GenerationError("batch_size", str(batch_size), "at least 1")
     if decoder is None:
-        decoder = make_decoder(ctx, batch_size * ctx.settings.width)
+        decoder = Decoder(ctx.model.decoder, batch_size * ctx.settings.width)
     selection = Selection(ctx.settings, decoder.vocab, ctx.processors, ctx.token_logprobs)
     return Compiled(ctx, batch_size, decoder, selection)
-
-
-def make_decoder(ctx: Context, rows: int) -> Any:
-    """The decoder of the context's model for that many rows."""
-    from mlx_transmuter.decoder import Decoder
-
-    positions = ctx.model.config.get("max_position_embeddings") or ctx.model.config.get("n_positions")
-    return Decoder(ctx.model.decoder, rows, max_positions=positions)
-
-
-def expanded(inputs: Mapping[str, mx.array], width: int) -> dict[str, mx.array]:
-    """Inputs of one row per prompt, with width rows per prompt."""
-    return {name: array if width == 1 else mx.repeat(array, width, axis=0) for name, array in inputs.items()}

@@ -3,7 +3,8 @@ processors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -39,7 +40,8 @@ class HostView:
         self.shapes: list[tuple[int, ...]] = []
 
     def arrays(self, texts: Sequence[Sequence[int] | None]) -> State:
-        """The arrays for the next token of rows with these new tokens; None is a row that gets no token."""
+        """The arrays for the next token of rows with these tokens, prompt and new ones; None is a row that gets
+        none."""
         found: State = {}
         if self.own or self.encoder:
             banned = [self._banned(row, text) for row, text in enumerate(texts)]
@@ -53,22 +55,21 @@ class HostView:
     def _banned(self, row: int, text: Sequence[int] | None) -> list[int]:
         if text is None:
             return []
-        prompt = row // self.width
-        tokens = [*self.prompts[prompt], *text]
-        banned: set[int] = set()
+        prompt, banned = row // self.width, set()
         if self.own:
-            if text:
-                self.own[prompt].add(tokens)
-            banned |= self.own[prompt].banned(tokens)
+            if len(text) > len(self.prompts[prompt]):
+                self.own[prompt].add(text)
+            banned |= self.own[prompt].banned(text)
         if self.encoder:
-            banned |= self.encoder[prompt].banned(tokens)
+            banned |= self.encoder[prompt].banned(text)
         # The encoder's vocabulary may be larger than the decoder's.
         return sorted(token for token in banned if token < self.vocab)
 
-    def _seen(self, state, row: int, text: Sequence[int] | None) -> np.ndarray | None:
+    def _seen(self, state: Callable[..., Any], row: int, text: Sequence[int] | None) -> np.ndarray | None:
         if text is None:
             return None
-        view = {"prompt": list(self.prompts[row // self.width]), "generated": list(reversed(text)), "vocab": self.vocab}
+        prompt = self.prompts[row // self.width]
+        view = {"prompt": list(prompt), "generated": list(text[: len(prompt) - 1 : -1]), "vocab": self.vocab}
         array = np.asarray(state(view))
         return array.astype(NARROWED.get(array.dtype, array.dtype))
 

@@ -98,9 +98,9 @@ def biases(setting: str, pairs: Sequence[tuple[tuple[int, ...], float]], vocab: 
     """
     _check_ids(setting, {token for tokens, _ in pairs for token in tokens}, vocab)
     always = np.zeros(vocab, np.float32)
-    for tokens, bias in pairs:
-        if len(tokens) == 1:
-            always[tokens[0]] = bias
+    for (first, *others), bias in pairs:
+        if not others:
+            always[first] = bias
     longer = [(tokens, bias) for tokens, bias in pairs if len(tokens) > 1]
     if not longer:
         row = mx.array(always)

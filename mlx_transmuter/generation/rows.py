@@ -32,13 +32,26 @@ class Result:
 
 @dataclass
 class Row:
-    """A row that gets one token per step. `limit`: its most new tokens."""
+    """A row that gets one token per step. `limit`: its most new tokens. `text`: the prompt and the new tokens."""
 
     prompt: list[int]
     limit: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+
+    def __post_init__(self) -> None:
+        self.text = list(self.prompt)
+
+    @property
+    def live(self) -> bool:
+        """Whether the row goes on."""
+        return self.finish_reason is None
+
+    @property
+    def room(self) -> int:
+        """How many more tokens it may get."""
+        return self.limit - len(self.tokens)
 
     def accept(
         self, token: int, logprob: float | None, eos: Sequence[int], stop: Callable[[list[int]], bool] | None
@@ -48,17 +61,14 @@ class Row:
             self.finish_reason = STOP
             return False
         self.tokens.append(token)
+        self.text.append(token)
         if logprob is not None:
             self.logprobs.append(logprob)
         if stop is not None and stop(self.tokens):
             self.finish_reason = STOP
-        elif len(self.tokens) == self.limit:
+        elif not self.room:
             self.finish_reason = LENGTH
         return True
-
-    def result(self) -> Result:
-        """The text so far."""
-        return Result(listed(self.tokens, self.logprobs), self.finish_reason or CANCELLED)
 
 
 def listed(tokens: Sequence[int], logprobs: Sequence[float]) -> list[Token]:

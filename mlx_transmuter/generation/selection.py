@@ -66,22 +66,35 @@ class Selection:
         """The best continuations of each prompt, for beam scores float32 [rows].
 
         int32 [prompts, n × count]: the indices beam × vocab + token, the bits of their scores, and where asked those of
-        their log-probabilities. Best first when sampled; else in no order, which `Beams` gives them.
+        their log-probabilities; `ranked` reads a row of it.
         """
         return self._candidates(logits, state, fixed, scores)
+
+    def ranked(self, read: np.ndarray) -> tuple[list[int], list[int], np.ndarray, list[float] | None]:
+        """The candidates of one prompt, a row of what `candidates` gave, the best first.
+
+        The beams they continue, their tokens, their scores float32, and their log-probabilities where asked for. Those
+        that were sampled come in the order of their draws; of equal scores the lower index comes first.
+        """
+        indices, scores, *logprobs = read.reshape(-1, self.count)
+        scores = scores.view(np.float32)
+        order = np.arange(self.count) if self.settings.do_sample else np.lexsort((indices, -scores))
+        beams, tokens = np.divmod(indices[order], self.vocab)
+        found = [part.view(np.float32)[order].tolist() for part in logprobs]
+        return beams.tolist(), tokens.tolist(), scores[order], found[0] if found else None
 
     def follow(self, state: State, parents: mx.array, tokens: mx.array) -> State:
         """The state in which each row continues row parents[r] with tokens[r]; both int32 [rows]."""
         return self._follow(state, parents, tokens)
 
-    def _processed(self, scores: mx.array, state: State, fixed: State) -> mx.array:
+    def processed(self, scores: mx.array, state: State, fixed: State) -> mx.array:
         everything = state | fixed
         for processor in self.processors:
             scores = processor.process(scores, everything)
         return scores
 
     def _choose(self, logits: mx.array, state: State, fixed: State) -> tuple[mx.array, State]:
-        scores = self._processed(logits.astype(mx.float32), state, fixed)
+        scores = self.processed(logits.astype(mx.float32), state, fixed)
         drawn = scores
         if "keys" in state:
             noise, state = _noise(state, scores.shape[-1])
@@ -93,7 +106,7 @@ class Selection:
         return mx.concatenate(columns, axis=-1), moved(state, chosen[:, 0])
 
     def _rank(self, logits: mx.array, state: State, fixed: State, scores: mx.array) -> tuple[mx.array, State]:
-        processed = self._processed(log_softmax(logits.astype(mx.float32)), state, fixed)
+        processed = self.processed(log_softmax(logits.astype(mx.float32)), state, fixed)
         total = mx.maximum(mx.maximum(processed, LOWEST) + scores[:, None], LOWEST)
         total = total.reshape(-1, self.settings.num_beams * self.vocab)
         drawn = total
@@ -128,4 +141,4 @@ def _noise(state: State, size: int) -> tuple[mx.array, State]:
 
 def _bits(values: mx.array) -> mx.array:
     """int32: the bits of float32 values."""
-    return mx.where(mx.isnan(values), np.int32(QUIET_NAN), values.view(mx.int32))
+    return mx.where(mx.isnan(values), QUIET_NAN, values.view(mx.int32))

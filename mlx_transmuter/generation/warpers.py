@@ -86,8 +86,10 @@ def eta_cutoff(scores: mx.array, epsilon: float, keep: int = 1) -> mx.array:
 
 
 def log_softmax(scores: mx.array) -> mx.array:
-    """scores minus the log of the sum of their exponentials, over the last axis."""
-    return scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+    """The logarithms of the softmax over the last axis, from the distances to the best score, which keeps their
+    digits."""
+    below = scores - mx.max(scores, axis=-1, keepdims=True)
+    return below - mx.log(mx.sum(mx.exp(below), axis=-1, keepdims=True))
 
 
 def _kth(scores: mx.array, k: int) -> mx.array:

@@ -1,4 +1,4 @@
-"""Arithmetic, elementwise with NumPy's broadcasting: sums, products, integer division, powers, extrema, rounding, bits."""
+"""Arithmetic, elementwise with NumPy's broadcasting: sums, products, quotients, powers, extrema, rounding, bits."""
 
 from functools import reduce
 
@@ -151,7 +151,10 @@ def reciprocal(x):
 
 @op("BitShift-11")
 def bit_shift(x, by, *, direction):
-    """x shifted by as many bits to the "LEFT" or "RIGHT"; the sign moves in from the left, zeros elsewhere. ONNX BitShift-11, 28."""
+    """x shifted by as many bits to the "LEFT" or "RIGHT"; the sign moves in from the left, zeros elsewhere.
+
+    ONNX BitShift-11, 28.
+    """
     if direction not in ("LEFT", "RIGHT"):
         raise OperatorError(f"the direction {direction!r}", "LEFT or RIGHT")
     bits = 8 * x.dtype.size

@@ -14,7 +14,9 @@ def split_heads(x: mx.array, heads: int | None) -> mx.array:
     if x.ndim == 4:
         return x
     if not heads:
-        raise OperatorError(f"x {list(x.shape)} without a number of heads", "q_num_heads and kv_num_heads beside 3 axes")
+        raise OperatorError(
+            f"x {list(x.shape)} without a number of heads", "q_num_heads and kv_num_heads beside 3 axes"
+        )
     batch, tokens, width = x.shape
     return x.reshape(batch, tokens, heads, width // heads).transpose(0, 2, 1, 3)
 
@@ -48,11 +50,11 @@ def attention(
 ):
     """softmax(softcap(q k^T * scale) + mask) v; then the keys, the values and the scores if asked for.
 
-    q [batch, heads, queries, dim] or [batch, queries, heads * dim], k and v likewise with kv heads; past_* [batch, kv heads,
-    past, dim] go before them. mask bool (true: seen) or float (added), broadcast to [batch, heads, queries, columns], short
-    ones not seen at the end. nonpad_kv_seqlen integers [batch]: how many columns of each row are filled. Causal and windowed
-    queries stand at the end of the past, or of the filled columns. A query that sees nothing gives zeros.
-    ONNX Attention-23, 24, 25.
+    q [batch, heads, queries, dim] or [batch, queries, heads * dim], k and v likewise with kv heads; past_* [batch, kv
+    heads, past, dim] go before them. mask bool (true: seen) or float (added), broadcast to [batch, heads, queries,
+    columns], short ones not seen at the end. nonpad_kv_seqlen integers [batch]: how many columns of each row are
+    filled. Causal and windowed queries stand at the end of the past, or of the filled columns. A query that sees
+    nothing gives zeros. ONNX Attention-23, 24, 25.
     """
     rank = q.ndim
     q, k, v = split_heads(q, q_num_heads), split_heads(k, kv_num_heads), split_heads(v, kv_num_heads)
@@ -62,14 +64,20 @@ def attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     queries, columns = q.shape[2], k.shape[2]
     offset = past if nonpad_kv_seqlen is None else nonpad_kv_seqlen.reshape(-1, 1, 1, 1) - queries
-    right = min(right_window_size, 0) if is_causal and right_window_size >= 0 else (0 if is_causal else right_window_size)
+    right = (
+        min(right_window_size, 0) if is_causal and right_window_size >= 0 else (0 if is_causal else right_window_size)
+    )
     seen = _visible(queries, columns, offset, left_window_size, right)
     if nonpad_kv_seqlen is not None:
         filled = mx.arange(columns) < nonpad_kv_seqlen.reshape(-1, 1, 1, 1)
         seen = filled if seen is None else seen & filled
     mask, guard = _combined(mask, seen, columns, q.dtype)
     # Positions alone hide a whole row only where queries stand before the first column.
-    guard = guard or nonpad_kv_seqlen is not None or (left_window_size >= 0 and past + queries - 1 - left_window_size >= columns)
+    guard = (
+        guard
+        or nonpad_kv_seqlen is not None
+        or (left_window_size >= 0 and past + queries - 1 - left_window_size >= columns)
+    )
 
     scores = None
     if outputs <= 3 and not softcap:
@@ -115,7 +123,7 @@ def _blind(mask: mx.array) -> mx.array:
 
 
 def _explicit(q, k, v, mask, guard, scale, softcap, precision, mode):
-    """Attention step by step: the result, and the scores after the product (mode 0), softcap (1), mask (2) or softmax (3)."""
+    """Attention step by step, and its scores after the product (mode 0), softcap (1), mask (2) or softmax (3)."""
     repeats = q.shape[1] // k.shape[1]
     k, v = (mx.repeat(x, repeats, axis=1) if repeats > 1 else x for x in (k, v))
     scores = shown = (q * math.sqrt(scale)) @ (k * math.sqrt(scale)).swapaxes(-1, -2)
@@ -134,10 +142,11 @@ def _explicit(q, k, v, mask, guard, scale, softcap, precision, mode):
 
 @op("RotaryEmbedding-23")
 def rotary_embedding(x, cos_cache, sin_cache, position_ids=None, *, interleaved=0, num_heads=0, rotary_embedding_dim=0):
-    """The first rotary_embedding_dim (0: all) of each head's elements turned by their position's angles. ONNX RotaryEmbedding-23.
+    """The first rotary_embedding_dim (0: all) of each head's elements turned by their position's angles.
 
-    x [batch, heads, tokens, dim] or [batch, tokens, heads * dim]; the caches [positions, half] with position_ids [batch,
-    tokens], or [batch, tokens, half]. Pairs are elements i and i + half, or 2i and 2i + 1 if interleaved.
+    x [batch, heads, tokens, dim] or [batch, tokens, heads * dim]; the caches [positions, half] with position_ids
+    [batch, tokens], or [batch, tokens, half]. Pairs are elements i and i + half, or 2i and 2i + 1 if interleaved. ONNX
+    RotaryEmbedding-23.
     """
     rank = x.ndim
     x = x.transpose(0, 2, 1, 3) if rank == 4 else x.reshape(*x.shape[:2], num_heads, x.shape[2] // num_heads)

@@ -23,7 +23,9 @@ def cast_to(x: mx.array, dtype: mx.Dtype) -> mx.array:
     limits = mx.iinfo(dtype)
     x = x.astype(mx.float32)
     whole = mx.where(x < float(limits.max), x, 0).astype(dtype)
-    return mx.where(x >= float(limits.max), limits.max, mx.where(x <= float(limits.min), limits.min, whole)).astype(dtype)
+    return mx.where(x >= float(limits.max), limits.max, mx.where(x <= float(limits.min), limits.min, whole)).astype(
+        dtype
+    )
 
 
 # Types narrower than a byte lie in bytes, one a byte: code -> (bits, signed).
@@ -39,7 +41,10 @@ _WIDE = {CODES[name] for name in ("int64", "uint64", "float64", "complex128")}
 
 @op("Cast-9")
 def cast(x, *, to, saturate=1, round_mode="up"):
-    """x as the ONNX type `to`. `saturate` and `round_mode` concern 8-bit floats. ONNX Cast-9, 13, 19, 21, 23, 24, 25, 28."""
+    """x as the ONNX type `to`. `saturate` and `round_mode` concern 8-bit floats.
+
+    ONNX Cast-9, 13, 19, 21, 23, 24, 25, 28.
+    """
     result = cast_to(x, dtype_of(to))
     if to in _NARROW:
         bits, signed = _NARROW[to]

@@ -29,7 +29,10 @@ def dropout_10(x, *, ratio=0.5, outputs=1):
 
 @op("Dropout-12")
 def dropout(x, ratio: Host = None, training_mode: Host = None, *, seed=None, outputs=1):
-    """x itself, or in training with the share `ratio` set to 0 and the rest scaled; and the mask. ONNX Dropout-12, 13, 22."""
+    """x itself, or in training with the share `ratio` set to 0 and the rest scaled; and the mask.
+
+    ONNX Dropout-12, 13, 22.
+    """
     training = training_mode is not None and bool(training_mode.item())
     return _dropout(x, 0.5 if ratio is None else float(ratio.item()), training, seed, outputs)
 
@@ -55,7 +58,10 @@ def random_uniform(*, shape, dtype=1, high=1.0, low=0.0, seed=None):
 
 @op("RandomUniformLike-1")
 def random_uniform_like(x, *, dtype=None, high=1.0, low=0.0, seed=None):
-    """Numbers spread evenly over [low, high) of x's shape, and of its type if none is given. ONNX RandomUniformLike-1, 22."""
+    """Numbers spread evenly over [low, high) of x's shape, and of its type if none is given.
+
+    ONNX RandomUniformLike-1, 22.
+    """
     drawn = mx.random.uniform(low, high, x.shape, key=_key(seed))
     return drawn.astype(x.dtype if dtype is None else dtype_of(dtype))
 
@@ -68,5 +74,8 @@ def bernoulli(x, *, dtype=None, seed=None):
 
 @op("Multinomial-7")
 def multinomial(x, *, dtype=6, sample_size=1, seed=None):
-    """sample_size classes [batch, sample_size] drawn by the log-probabilities x [batch, classes]. ONNX Multinomial-7, 22."""
+    """sample_size classes [batch, sample_size] drawn by the log-probabilities x [batch, classes].
+
+    ONNX Multinomial-7, 22.
+    """
     return mx.random.categorical(x, num_samples=sample_size, key=_key(seed)).astype(dtype_of(dtype))

@@ -19,8 +19,9 @@ def if_(condition: Host, *, then_branch, else_branch):
 def loop(trips: Host = None, condition: Host = None, *state, body, outputs):
     """The body over and over, at most `trips` times and while its condition holds. ONNX Loop-1 to 25.
 
-    body(iteration, condition, *state) gives the next condition, the next state, and one element of each scan output. The
-    results are the last state and the scan outputs stacked along a new axis 0. Trips and conditions are host values.
+    body(iteration, condition, *state) gives the next condition, the next state, and one element of each scan output.
+    The results are the last state and the scan outputs stacked along a new axis 0. Trips and conditions are host
+    values.
     """
     going = np.array(True) if condition is None else condition
     values, scans, i = list(state), [], 0
@@ -32,7 +33,9 @@ def loop(trips: Host = None, condition: Host = None, *state, body, outputs):
     return (*values, *_stacked(scans, outputs - len(state)))
 
 
-def _stacked(scans: list[list[Any]], count: int, axes: list[int] | None = None, backward: list[int] | None = None) -> list[Any]:
+def _stacked(
+    scans: list[list[Any]], count: int, axes: list[int] | None = None, backward: list[int] | None = None
+) -> list[Any]:
     """The elements that each turn of a loop gave, one array per scan output; of no turns, nothing is known but that."""
     columns = []
     for i in range(count):
@@ -62,8 +65,8 @@ def scan(
 ):
     """The body over the elements of the last num_scan_inputs inputs, with the others as its state. ONNX Scan-9 to 25.
 
-    body(*state, *elements) gives the next state and one element of each scan output; axes and directions (1: backward) say
-    where the elements lie and in which order they come.
+    body(*state, *elements) gives the next state and one element of each scan output; axes and directions (1: backward)
+    say where the elements lie and in which order they come.
     """
     count = len(inputs) - num_scan_inputs
     state, scanned = list(inputs[:count]), list(inputs[count:])

@@ -46,7 +46,10 @@ def _with_bias(y: mx.array, bias: mx.array | None) -> mx.array:
 
 @op("Conv-1")
 def conv(x, w, bias=None, *, auto_pad="NOTSET", dilations=None, group=1, kernel_shape=None, pads=None, strides=None):
-    """x [batch, in, *space] with the kernels w [out, in / group, *kernel] and bias [out]: [batch, out, *space]. ONNX Conv-1, 11, 22."""
+    """x [batch, in, *space] with the kernels w [out, in / group, *kernel] and bias [out]: [batch, out, *space].
+
+    ONNX Conv-1, 11, 22.
+    """
     at = windows(x.shape[2:], w.shape[2:], strides, dilations, pads, auto_pad)
     return _with_bias(convolve(x, w, at.before, at.after, at.strides, at.dilations, groups=group), bias)
 
@@ -97,7 +100,10 @@ def conv_transpose(
 
 @op("Col2Im-18")
 def col2im(x, image_shape: Host, block_shape: Host, *, dilations=None, pads=None, strides=None):
-    """The columns x [batch, channels * block, blocks] added up at their places: [batch, channels, *image]. ONNX Col2Im-18."""
+    """The columns x [batch, channels * block, blocks] added up at their places: [batch, channels, *image].
+
+    ONNX Col2Im-18.
+    """
     image, block = image_shape.tolist(), block_shape.tolist()
     at = windows(image, block, strides, dilations, pads)
     inside, flat = np.ones((), bool), np.zeros((), np.int64)

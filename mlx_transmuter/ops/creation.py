@@ -10,7 +10,14 @@ from mlx_transmuter.ops.types import to_device
 
 @op("Constant-9")
 def constant(
-    *, value=None, value_float=None, value_floats=None, value_int=None, value_ints=None, value_string=None, value_strings=None
+    *,
+    value=None,
+    value_float=None,
+    value_floats=None,
+    value_int=None,
+    value_ints=None,
+    value_string=None,
+    value_strings=None,
 ):
     """The one attribute that is given, as a host value. ONNX Constant-9, 11, 12, 13, 19, 21, 23, 24, 25."""
     if value is not None:
@@ -30,7 +37,10 @@ def constant(
 
 @op("ConstantOfShape-9")
 def constant_of_shape(shape: Host, *, value=None):
-    """An array of that shape, filled with the one element of value (float32 0 by default). ONNX ConstantOfShape-9 to 25."""
+    """An array of that shape, filled with the one element of value (float32 0 by default).
+
+    ONNX ConstantOfShape-9 to 25.
+    """
     filling = mx.array(0.0) if value is None else to_device(value).reshape(())
     return mx.full(tuple(shape.tolist()), filling, filling.dtype)
 
@@ -44,7 +54,10 @@ def range_(start: Host, limit: Host, delta: Host, *, stash_type=1):
 
 @op("EyeLike-9")
 def eye_like(x, *, dtype=None, k=0):
-    """Ones on the k-th diagonal, zeros elsewhere, [rows, columns] of x, of the ONNX type `dtype` or x's. ONNX EyeLike-9, 22."""
+    """Ones on the k-th diagonal, zeros elsewhere, [rows, columns] of x, of the ONNX type `dtype` or x's.
+
+    ONNX EyeLike-9, 22.
+    """
     return mx.eye(*x.shape, k=k, dtype=x.dtype if dtype is None else dtype_of(dtype))
 
 

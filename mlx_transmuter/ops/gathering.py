@@ -1,4 +1,4 @@
-"""Elements by index: gathers, scatters. An index below 0 counts from the end; one out of range is the caller's error."""
+"""Elements by index: gathers, scatters. An index below 0 counts from the end; one out of range is undefined."""
 
 import math
 
@@ -36,7 +36,10 @@ def _flat_indices(indices: mx.array, sizes: tuple[int, ...]) -> mx.array:
 
 @op("GatherND-11")
 def gather_nd(x, indices, *, batch_dims=0):
-    """The parts of x at indices [..., k], each naming a place in k axes after the batch_dims first. ONNX GatherND-11, 12, 13."""
+    """The parts of x at indices [..., k], each naming a place in k axes after the batch_dims first.
+
+    ONNX GatherND-11, 12, 13.
+    """
     b, k = batch_dims, indices.shape[-1]
     batch, picked, rest = x.shape[:b], x.shape[b : b + k], x.shape[b + k :]
     flat = _flat_indices(indices, picked)
@@ -79,7 +82,10 @@ def scatter_nd(x, indices, updates, *, reduction="none"):
 
 @op("ScatterElements-11")
 def scatter_elements(x, indices, updates, *, axis=0, reduction="none"):
-    """x with each of updates at its own place but for `axis`, where indices says it. ONNX ScatterElements-11, 13, 16, 18."""
+    """x with each of updates at its own place but for `axis`, where indices says it.
+
+    ONNX ScatterElements-11, 13, 16, 18.
+    """
     if updates.size == 0:
         return x
     axis = axis % x.ndim
@@ -99,7 +105,7 @@ def scatter(x, indices, updates, *, axis=0):
 
 @op("TensorScatter-24")
 def tensor_scatter(x, updates, write_indices=None, *, axis=-2, mode="linear"):
-    """x [batch, ..., capacity, ...] with updates [batch, ..., n, ...] written along `axis` from write_indices [batch] on.
+    """x [batch, ..., capacity, ...] with updates [batch, ..., n, ...] from write_indices [batch] on along `axis`.
 
     mode "linear", or "circular" where places wrap around. ONNX TensorScatter-24.
     """
@@ -117,7 +123,10 @@ def tensor_scatter(x, updates, write_indices=None, *, axis=-2, mode="linear"):
 
 @op("Compress-9")
 def compress(x, condition: Host, *, axis=None):
-    """The parts of x along `axis` (of the flattened x if None) where condition, bool [n], is true. ONNX Compress-9, 11, 28."""
+    """The parts of x along `axis` (of the flattened x if None) where condition, bool [n], is true.
+
+    ONNX Compress-9, 11, 28.
+    """
     places = mx.array(np.flatnonzero(condition).astype(np.int32))
     return mx.take(x.reshape(-1) if axis is None else x, places, axis=0 if axis is None else axis)
 
@@ -125,6 +134,7 @@ def compress(x, condition: Host, *, axis=None):
 @op("ReverseSequence-10")
 def reverse_sequence(x, sequence_lens, *, batch_axis=1, time_axis=0):
     """x with the first sequence_lens[b] steps of each row b in reverse order. ONNX ReverseSequence-10, 28."""
+
     def along(array, axis):
         return array.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
 

@@ -25,15 +25,18 @@ def linear_attention(
 ):
     """o = scale * S q after S = exp(decay) S + beta k (v - S k) for each token; the gates go by update_rule.
 
-    q [batch, tokens, q heads * dk], k [..., kv heads * dk], v [..., kv heads * dv], past_state [batch, kv heads, dk, dv], decay
-    [..., kv heads] or [..., kv heads * dk], beta [..., kv heads] or [..., 1]. Gives [batch, tokens, q heads * dv] and the last
-    state. update_rule "linear", "gated", "delta" or "gated_delta". Computed in float32. ONNX LinearAttention-27.
+    q [batch, tokens, q heads * dk], k [..., kv heads * dk], v [..., kv heads * dv], past_state [batch, kv heads, dk,
+    dv], decay [..., kv heads] or [..., kv heads * dk], beta [..., kv heads] or [..., 1]. Gives [batch, tokens, q heads
+    * dv] and the last state. update_rule "linear", "gated", "delta" or "gated_delta". Computed in float32. ONNX
+    LinearAttention-27.
     """
     gated, delta = update_rule in ("gated", "gated_delta"), update_rule in ("delta", "gated_delta")
     if not (gated or delta) and update_rule != "linear":
         raise OperatorError(f"the update rule {update_rule!r}", "linear, gated, delta or gated_delta")
     if (decay is None) == gated or (beta is None) == delta:
-        raise OperatorError(f"the rule {update_rule} with these inputs", "decay for the gated rules, beta for the delta rules")
+        raise OperatorError(
+            f"the rule {update_rule} with these inputs", "decay for the gated rules, beta for the delta rules"
+        )
     batch, tokens, _ = q.shape
     group = q_num_heads // kv_num_heads
     dtype = q.dtype
@@ -52,7 +55,7 @@ def linear_attention(
 
 
 def _fused(q, k, v, gates, rates, state, group):
-    """The delta rules with one gate per head, by MLX's own kernel, which wants tokens before heads and as many keys as queries."""
+    """The delta rules with one gate per head, by MLX's kernel: tokens before heads, as many key heads as query heads."""
     if group > 1:
         k, v, state = (mx.repeat(x, group, axis=1) for x in (k, v, state))
         gates, rates = (x if x is None or x.shape[1] == 1 else mx.repeat(x, group, axis=1) for x in (gates, rates))
@@ -79,10 +82,10 @@ def _by_token(q, k, v, gates, rates, state, group):
 
 @op("CausalConvWithState-27")
 def causal_conv_with_state(x, w, bias=None, past_state=None, *, activation="none", outputs=2):
-    """Each channel of x [batch, channels, length] convolved with w [channels, 1, k] over its past, and the last k - 1 elements.
+    """Each channel of x [batch, channels, length] convolved with w [channels, 1, k], and its last k - 1 elements.
 
-    past_state [batch, channels, k - 1] goes before x, zeros without it; activation "none", "silu" or "swish" comes after.
-    ONNX CausalConvWithState-27.
+    past_state [batch, channels, k - 1] goes before x, zeros without it; activation "none", "silu" or "swish" comes
+    after. ONNX CausalConvWithState-27.
     """
     if activation not in ("none", "silu", "swish"):
         raise OperatorError(f"the activation {activation!r}", "none, silu or swish")

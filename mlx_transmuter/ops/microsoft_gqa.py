@@ -1,13 +1,14 @@
-"""com.microsoft GroupQueryAttention: attention that writes its keys and values into a buffer, row by row, and reads from it."""
+"""com.microsoft GroupQueryAttention: grouped heads over a buffer, into which each row writes after its own tokens."""
 
 import math
 
 import mlx.core as mx
 
 from mlx_transmuter.ops.attention import join_heads, split_heads
-from mlx_transmuter.ops.microsoft_attention import attend, scores
+from mlx_transmuter.ops.microsoft_buffers import known, written
 from mlx_transmuter.ops.microsoft_norms import rms_norm
 from mlx_transmuter.ops.microsoft_rotary import angles, rotate
+from mlx_transmuter.ops.microsoft_scores import attend, numbers, scores
 from mlx_transmuter.ops.registry import OperatorError, op
 
 
@@ -50,14 +51,15 @@ def group_query_attention(
     v_quant_type: str = "NONE",
     outputs: int = 1,
 ):
-    """Attention of grouped heads over the past buffer and the step's tokens; the present keys and values; and the scores.
+    """Attention of grouped heads over the past buffer and the step's tokens; the present buffers; and the scores.
 
     query: [batch, seq, heads · dim], or q, k and v packed on the last axis; key, value: [batch, seq, kv heads · dim];
-    past_key, past_value: [batch, kv heads, capacity, dim]; seqlens_k: int32 [batch], the tokens that a row holds after the
-    step, less 1; total_sequence_length: their most. Row b's tokens stand at the positions from P = seqlens_k[b] + 1 - seq (0
-    where that is negative: a first prompt padded on the right) and are written there, padding tokens too. The present has
-    the capacity max(past's, total). position_ids: [batch, seq], to rotate by, P + i where absent; attention_bias: [batch or
-    1, heads or 1, seq, total]; head_sink: [heads]; query_seqlens: [batch], the real tokens of the step.
+    past_key, past_value: [batch, kv heads, capacity, dim]; seqlens_k: int32 [batch], the tokens that a row holds after
+    the step, less 1; total_sequence_length: their most. Row b's tokens stand at the positions from P = seqlens_k[b] + 1
+    - seq (0 where that is negative: a first prompt padded on the right) and are written there, padding tokens too. The
+    present has the capacity max(past's, total). position_ids: [batch, seq], to rotate by, P + i where absent;
+    attention_bias: [batch or 1, heads or 1, seq, total]; head_sink: [heads]; query_seqlens: [batch], the real tokens of
+    the step.
 
     onnxruntime refuses several tokens on a past for batch > 1; here each row gets what it would get alone.
     A total known only when the step runs must fit the past's capacity. com.microsoft GroupQueryAttention-1.
@@ -76,12 +78,12 @@ def group_query_attention(
         )
     if seqlens_k is None:
         raise OperatorError("no seqlens_k", "the length of each row, less 1")
-    q, k, v = _heads(query, key, value, num_heads, kv_num_heads)
+    q, k, v = grouped_heads(query, key, value, num_heads, kv_num_heads)
     batch, _, seq, dim = q.shape
     length = seqlens_k.reshape(batch) + 1
     real = query_seqlens.reshape(batch) if query_seqlens is not None else mx.minimum(length, seq)
     start = length - real
-    positions = start[:, None] + mx.arange(seq, dtype=mx.int32)[None]
+    positions = start[:, None] + numbers(seq)[None]
 
     if q_norm_weight is not None and k_norm_weight is not None:
         q = rms_norm(q, q_norm_weight, qk_norm_epsilon if q_norm_epsilon is None else q_norm_epsilon)
@@ -93,10 +95,12 @@ def group_query_attention(
         cos, sin = angles(cos_cache, turned), angles(sin_cache, turned)
         q, k = rotate(q, cos, sin, bool(rotary_interleaved)), rotate(k, cos, sin, bool(rotary_interleaved))
 
-    total = _total(total_sequence_length, seq if attention_bias is None else attention_bias.shape[-1])
+    # A total that only the step knows is at least this, so that the past's capacity decides.
+    least = seq if attention_bias is None else attention_bias.shape[-1]
+    total = known(total_sequence_length, least)
     capacity = max(0 if past_key is None else past_key.shape[2], total)
     k, v = written(past_key, k, start, capacity), written(past_value, v, start, capacity)
-    columns = mx.arange(capacity, dtype=mx.int32)[None, None, None]
+    columns = numbers(capacity)[None, None, None]
     newest = positions[:, None, :, None] if causal else (length[:, None, None, None] - 1)
     visible = columns <= newest
     if local_window_size > 0:
@@ -114,34 +118,9 @@ def group_query_attention(
     return output, k, v, (raw if qk_output == 1 else weights).astype(q.dtype)
 
 
-def _heads(query, key, value, heads: int, kv_heads: int) -> tuple[mx.array, mx.array, mx.array]:
+def grouped_heads(query, key, value, heads: int, kv_heads: int) -> tuple[mx.array, mx.array, mx.array]:
+    """q, k and v as [batch, heads, seq, dim], from [batch, seq, heads · dim] each or packed in query."""
     if key is not None and value is not None:
         return split_heads(query, heads), split_heads(key, kv_heads), split_heads(value, kv_heads)
     packed = split_heads(query, heads + 2 * kv_heads)
     return packed[:, :heads], packed[:, heads : heads + kv_heads], packed[:, heads + kv_heads :]
-
-
-def _total(total: mx.array | None, least: int) -> int:
-    """total_sequence_length where it is known now; else the least that it can be, so that the past's capacity decides."""
-    if total is None:
-        return least
-    try:
-        return int(total.item())
-    except ValueError:  # MLX's error for the value of an array that is traced
-        return least
-
-
-def written(past: mx.array | None, rows: mx.array, start: mx.array, capacity: int) -> mx.array:
-    """past [batch, heads, length, dim], made capacity long, with rows [batch, heads, seq, dim] from start, int32 [batch], on."""
-    batch, heads, seq, dim = rows.shape
-    if (past is None or not past.shape[2]) and capacity == seq:
-        return rows
-    if past is None:
-        past = mx.zeros((batch, heads, capacity, dim), dtype=rows.dtype)
-    elif past.shape[2] < capacity:
-        past = mx.pad(past, [(0, 0), (0, 0), (0, capacity - past.shape[2]), (0, 0)])
-    rows = rows.astype(past.dtype)
-    if batch == 1:
-        return mx.slice_update(past, rows, start, axes=(2,))
-    places = start[:, None, None, None] + mx.arange(seq, dtype=mx.int32)[None, None, :, None]
-    return mx.put_along_axis(past, mx.broadcast_to(places, rows.shape), rows, axis=2)

@@ -1,4 +1,4 @@
-"""Products of 8-bit integers of com.microsoft, with their scales fused in: dynamic quantisation, quantised attention and Gemm."""
+"""Products of 8-bit integers of com.microsoft, their scales fused in: dynamic quantisation, attention and Gemm."""
 
 import mlx.core as mx
 
@@ -16,9 +16,10 @@ from mlx_transmuter.ops.registry import op
 
 
 def product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias=None) -> mx.array:
-    """(a - a_zero_point) · a_scale times (b - b_zero_point) · b_scale, plus bias [n]: float32, the integers' product exact.
+    """(a - a_zero_point) · a_scale times (b - b_zero_point) · b_scale, plus bias [n]: float32, exact up to the scales.
 
-    a: 8-bit [..., m, k], its scale and zero point scalars; b: 8-bit [..., k, n], its scale and zero point scalars or [n].
+    a: 8-bit [..., m, k], its scale and zero point scalars; b: 8-bit [..., k, n], its scale and zero point scalars or
+    [n].
     """
     total = integer_matmul(centred(a, by_row(a_zero_point)), centred(b, b_zero_point)).astype(mx.float32)
     scale = a_scale.astype(mx.float32) * b_scale.astype(mx.float32)
@@ -71,7 +72,11 @@ def q_gemm(
     scale = alpha * a_scale * b_scale
     if y_scale is None:
         return total * scale
-    return rounded(total * (scale / y_scale), 0.0 if y_zero_point is None else y_zero_point.astype(mx.float32), kind_of(y_zero_point))
+    return rounded(
+        total * (scale / y_scale),
+        0.0 if y_zero_point is None else y_zero_point.astype(mx.float32),
+        kind_of(y_zero_point),
+    )
 
 
 @op("com.microsoft.QAttention-1")
@@ -93,7 +98,7 @@ def q_attention(
     scale: float = 0.0,
     unidirectional: int = 0,
 ):
-    """Attention over the projections of quantised x [batch, seq, in] by quantised weight [in, 3 hidden]; and the present.
+    """Attention over the projections of quantised x [batch, seq, in] by a quantised weight [in, 3 · hidden].
 
     weight_scale, weight_zero_point: scalars or [3 hidden]; the others as in Attention. com.microsoft QAttention-1.
     """
@@ -107,7 +112,7 @@ def q_attention(
 
 @op("com.microsoft.MatMulInteger16-1")
 def mat_mul_integer_16(a, b):
-    """The product of 16-bit integers as numpy.matmul, modulo 2³²: int32, or uint32 of unsigned ones. MatMulInteger16-1."""
+    """The product of 16-bit integers as numpy.matmul, modulo 2³²: int32, or uint32 if unsigned. MatMulInteger16-1."""
     unsigned = a.dtype == mx.uint16 and b.dtype == mx.uint16
 
     def halves(x: mx.array) -> tuple[mx.array, mx.array]:
@@ -156,7 +161,7 @@ def q_embed_layer_normalization(
     *,
     epsilon: float = 1e-12,
 ):
-    """EmbedLayerNormalization over 8-bit tables, gamma and beta, each with its scale and zero point: float32; and the counts.
+    """EmbedLayerNormalization over 8-bit tables, gamma and beta, each with its scale and zero point: float32.
 
     com.microsoft QEmbedLayerNormalization-1.
     """

@@ -4,7 +4,7 @@ import math
 
 import mlx.core as mx
 
-from mlx_transmuter.ops.registry import op
+from mlx_transmuter.ops.registry import OperatorError, op
 
 
 def rms_norm(x: mx.array, weight: mx.array | None, epsilon: float) -> mx.array:
@@ -16,7 +16,7 @@ def rms_norm(x: mx.array, weight: mx.array | None, epsilon: float) -> mx.array:
 def simplified_layer_normalization(
     x, scale, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1, outputs: int = 1
 ):
-    """x over its root mean square on the axes from axis on, times scale; and the inverse of that root (float32, 1 on those axes).
+    """x over its root mean square on the axes from axis on, times scale; and the inverse of that root, float32.
 
     Exporters leave it in the default domain. The result has scale's type. onnxruntime SimplifiedLayerNormalization-1.
     """
@@ -39,8 +39,8 @@ def simplified_layer_normalization(
 def skip_layer_normalization(x, skip, gamma, beta=None, bias=None, *, epsilon: float = 1e-12, outputs: int = 1):
     """Layer normalisation, over the last axis, of the sum x + skip + bias; mean and inverse deviation; and that sum.
 
-    x: [batch, seq, hidden] or [tokens, hidden]; skip: x's shape, or broadcast over the batch; gamma, beta, bias: [hidden].
-    com.microsoft SkipLayerNormalization-1.
+    x: [batch, seq, hidden] or [tokens, hidden]; skip: x's shape, or broadcast over the batch; gamma, beta, bias:
+    [hidden]. com.microsoft SkipLayerNormalization-1.
     """
     total = _sum(x, skip, bias)
     normed = mx.fast.layer_norm(total, gamma, beta, epsilon)
@@ -86,7 +86,7 @@ def embed_layer_normalization(
     mask_index_type: int = 0,
     outputs: int = 1,
 ):
-    """Layer normalisation of the sum of word, position and segment embeddings; the tokens per row of mask; and that sum.
+    """Layer normalisation of the sum of word, position and segment embeddings; the tokens a row of mask; and that sum.
 
     input_ids, segment_ids, mask: int32 [batch, seq]; position_ids: [batch or 1, seq], the token's index where absent;
     embeddings: [rows, hidden]. Without a mask the counts are 0. com.microsoft EmbedLayerNormalization-1.
@@ -103,3 +103,81 @@ def embed_layer_normalization(
         return normed
     counts = mx.zeros((batch,), dtype=mx.int32) if mask is None else mx.sum(mask == 1, axis=1).astype(mx.int32)
     return normed, counts, total
+
+
+@op("com.microsoft.GatedRMSNorm-1")
+def gated_rms_norm(x, scale, gate, *, activation: str = "silu", epsilon: float = 1e-5):
+    """x over its root mean square in each run of dim, times scale [dim], times the activated gate, in float32 within.
+
+    x, gate: [..., heads · dim]; activation: silu (or swish) or sigmoid. com.microsoft GatedRMSNorm-1.
+    """
+    if activation not in ("silu", "swish", "sigmoid"):
+        raise OperatorError(f"the activation {activation!r}", "silu, swish or sigmoid")
+    wide = x.astype(mx.float32).reshape(*x.shape[:-1], -1, scale.size)
+    normed = mx.fast.rms_norm(wide, scale.astype(mx.float32), epsilon).reshape(x.shape)
+    z = gate.astype(mx.float32)
+    return (normed * (mx.sigmoid(z) if activation == "sigmoid" else z * mx.sigmoid(z))).astype(x.dtype)
+
+
+@op("com.microsoft.BranchwiseRMSNorm-1")
+def branchwise_rms_norm(x, scale=None, *, epsilon: float = 1e-5, num_branches: int = 0):
+    """Each branch of x over its root mean square, times scale, in float32 within.
+
+    x: [..., branches, dim], or [..., branches · dim] with num_branches; scale: [branches, dim], flat or not, or [dim].
+    com.microsoft BranchwiseRMSNorm-1.
+    """
+    branches = num_branches or x.shape[-2]
+    wide = x.astype(mx.float32)
+    wide = wide.reshape(*x.shape[:-1], branches, -1) if num_branches else wide
+    normed = mx.fast.rms_norm(wide, None, epsilon)
+    if scale is not None:
+        dim = wide.shape[-1]
+        scale = scale.astype(mx.float32)
+        normed = normed * (scale.reshape(dim) if scale.size == dim else scale.reshape(branches, dim))
+    return normed.astype(x.dtype).reshape(x.shape)
+
+
+@op("com.microsoft.GroupNorm-1")
+def group_norm(x, gamma, beta, *, activation: int, groups: int, channels_last: int = 1, epsilon: float = 1e-5):
+    """x over the mean and deviation of its groups of channels, times gamma plus beta [channels]; activation 1 is SiLU.
+
+    x: [batch, *space, channels], or [batch, channels, *space] without channels_last. Wu & He 2018; com.microsoft
+    GroupNorm-1.
+    """
+    rows = x if channels_last else mx.moveaxis(x, 1, -1)
+    wide = rows.astype(mx.float32).reshape(rows.shape[0], -1, groups, rows.shape[-1] // groups)
+    mean = mx.mean(wide, axis=(1, 3), keepdims=True)
+    deviation = mx.rsqrt(mx.var(wide, axis=(1, 3), keepdims=True) + epsilon)
+    y = ((wide - mean) * deviation).reshape(rows.shape) * gamma.astype(mx.float32) + beta.astype(mx.float32)
+    y = (y * mx.sigmoid(y) if activation == 1 else y).astype(x.dtype)
+    return y if channels_last else mx.moveaxis(y, -1, 1)
+
+
+@op("com.microsoft.SkipGroupNorm-1")
+def skip_group_norm(
+    x,
+    gamma,
+    beta,
+    skip,
+    bias=None,
+    *,
+    activation: int,
+    groups: int,
+    channels_last: int = 1,
+    epsilon: float = 1e-5,
+    outputs: int = 1,
+):
+    """GroupNorm of x + skip + bias; and that sum. skip: x's shape, [batch, 1, 1, channels] or [batch, channels].
+
+    com.microsoft SkipGroupNorm-1.
+    """
+    space = x.ndim - 2
+    if skip.ndim == 2:
+        skip = skip.reshape(skip.shape[0], *((*(1,) * space, -1) if channels_last else (-1, *(1,) * space)))
+    total = x + skip
+    if bias is not None:
+        total = total + (bias if channels_last else bias.reshape(-1, *(1,) * space))
+    y = group_norm(
+        total, gamma, beta, activation=activation, groups=groups, channels_last=channels_last, epsilon=epsilon
+    )
+    return y if outputs == 1 else (y, total)

@@ -41,7 +41,7 @@ def q_linear_leaky_relu(x, x_scale, x_zero_point, y_scale, y_zero_point=None, *,
 
 @op("com.microsoft.QLinearSoftmax-1")
 def q_linear_softmax(x, x_scale, x_zero_point, y_scale, y_zero_point, *, axis: int = -1, opset: int):
-    """The softmax of x over axis, or, as before opset 13, over the axes from axis on. com.microsoft QLinearSoftmax-1."""
+    """The softmax of x over axis, or before opset 13 over the axes from axis on. com.microsoft QLinearSoftmax-1."""
     values = dequantized(x, x_scale, x_zero_point)
     axes = axis if opset >= 13 else list(range(axis % x.ndim, x.ndim))
     return _requantized(mx.softmax(values, axis=axes), y_scale, y_zero_point, x)
@@ -70,7 +70,7 @@ def q_linear_reduce_mean(x, x_scale, x_zero_point, y_scale, y_zero_point=None, *
 
 @op("com.microsoft.QLinearGlobalAveragePool-1")
 def q_linear_global_average_pool(x, x_scale, x_zero_point, y_scale, y_zero_point, *, channels_last: int = 0):
-    """The mean of each channel of x [batch, channels, *space], channels last where so said. QLinearGlobalAveragePool-1."""
+    """The mean of each channel of x [batch, channels, *space], or channels last. QLinearGlobalAveragePool-1."""
     axes = list(range(1, x.ndim - 1)) if channels_last else list(range(2, x.ndim))
     mean = mx.mean(dequantized(x, x_scale, x_zero_point), axis=axes, keepdims=True)
     return _requantized(mean, y_scale, y_zero_point, x)

@@ -1,45 +1,9 @@
-"""Weights in 2, 4 or 8 bits of com.microsoft: MatMulNBits and GatherBlockQuantized."""
+"""Weights in few bits of com.microsoft: MatMulNBits, MatMulBnb4 and GatherBlockQuantized."""
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.microsoft_blocks import affine, dequantised, unpack
 from mlx_transmuter.ops.registry import OperatorError, op
-
-
-def unpack(packed: mx.array, bits: int, count: int) -> mx.array:
-    """The first count values of bits bits in each last-axis row of packed uint8, the lowest bits first: uint8 [..., count]."""
-    if bits == 8:
-        return packed[..., :count]
-    shifts = mx.arange(0, 8, bits, dtype=mx.uint8)
-    values = (packed[..., None] >> shifts) & mx.array((1 << bits) - 1, mx.uint8)
-    return values.reshape(*packed.shape[:-1], packed.shape[-1] * (8 // bits))[..., :count]
-
-
-def zero_points_of(zero_points: mx.array | None, scales: mx.array, bits: int) -> mx.array:
-    """The zero points, one a block, in float32 and scales' shape [rows, blocks]: packed, float, or 2^(bits - 1) where None."""
-    if zero_points is None:
-        return mx.full(scales.shape, float(1 << (bits - 1)), dtype=mx.float32)
-    rows, blocks = scales.shape
-    if zero_points.dtype == mx.uint8:
-        zero_points = unpack(zero_points.reshape(rows, -1), bits, blocks)
-    return zero_points.reshape(rows, blocks).astype(mx.float32)
-
-
-def affine(
-    packed: mx.array, scales: mx.array, zero_points: mx.array | None, bits: int, block_size: int
-) -> tuple[mx.array, mx.array, mx.array, int] | None:
-    """MatMulNBits weights as MLX's affine quantisation: w, scales, biases, group size; None for blocks MLX has no form of.
-
-    packed: uint8 [rows, blocks, block_size · bits / 8]; scales: [rows, blocks]. Nothing is rounded, but the product of zero
-    point and scale: it is float32 unless scales are float16, and then exact for a power of two, as the default is.
-    """
-    group = min(block_size, 128)
-    if group not in (32, 64, 128) or block_size % group:
-        return None
-    scale = scales if scales.dtype == mx.float16 else scales.astype(mx.float32)
-    biases = (-zero_points_of(zero_points, scales, bits) * scale.astype(mx.float32)).astype(scale.dtype)
-    if block_size > group:
-        scale, biases = mx.repeat(scale, block_size // group, axis=1), mx.repeat(biases, block_size // group, axis=1)
-    return packed.reshape(packed.shape[0], -1).view(mx.uint32), scale, biases, group
 
 
 @op("com.microsoft.MatMulNBits-1")
@@ -60,9 +24,9 @@ def mat_mul_n_bits(
 ):
     """a [..., K] times the transpose of a weight [N, K] held in blocks of bits bits; plus bias [N].
 
-    b: uint8 [N, blocks, block_size · bits / 8]; scales: [N, blocks]; zero_points: packed as b's values or floats, one a block,
-    2^(bits - 1) where absent; g_idx: int32 [K], each column's block where they are not in order. accuracy_level lets an
-    implementation round a; this one never does. com.microsoft MatMulNBits-1.
+    b: uint8 [N, blocks, block_size · bits / 8]; scales: [N, blocks]; zero_points: packed as b's values or floats, one a
+    block, 2^(bits - 1) where absent; g_idx: int32 [K], each column's block where they are not in order. accuracy_level
+    lets an implementation round a; this one never does. com.microsoft MatMulNBits-1.
     """
     if bits not in (2, 4, 8) or weight_prepacked:
         raise OperatorError(
@@ -73,20 +37,66 @@ def mat_mul_n_bits(
         return product if bias is None else product + bias
     blocks = -(-K // block_size)
     packed, scales = b.reshape(N, blocks, block_size * bits // 8), scales.reshape(N, blocks)
-    held = affine(packed, scales, zero_points, bits, block_size) if g_idx is None or not g_idx.size else None
+    ordered = g_idx is None or not g_idx.size
+    held = affine(packed, scales, zero_points, bits, block_size) if ordered else None
     if held is not None:
         w, scale, biases, group = held
         x = mx.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, blocks * block_size - K)]) if K % block_size else a
         product = mx.quantized_matmul(x, w, scale, biases, transpose=True, group_size=group, bits=bits).astype(a.dtype)
     else:
-        values = unpack(packed.reshape(N, -1), bits, K).astype(mx.float32)
-        zeros = zero_points_of(zero_points, scales, bits)
-        column = (
-            mx.arange(K, dtype=mx.int32) // block_size if g_idx is None or not g_idx.size else g_idx.reshape(-1)[:K]
-        )
-        weight = (values - zeros[:, column]) * scales[:, column].astype(mx.float32)
-        product = a @ weight.astype(a.dtype).T
+        block_of = mx.arange(K, dtype=mx.int32) // block_size if ordered else g_idx.reshape(-1)[:K]
+        product = a @ dequantised(packed, scales, zero_points, bits, block_of).astype(a.dtype).T
     return product if bias is None else product + bias
+
+
+# The values of the 16 codes: bitsandbytes' FP4 (a sign, two bits of exponent, one of mantissa) and QLoRA's NF4, the
+# quantiles of a normal distribution. Dettmers et al. 2023.
+_FP4 = (0.0, 0.0052083335, 0.6666667, 1.0, 0.33333334, 0.5, 0.16666667, 0.25)
+_BNB4 = {
+    0: (*_FP4, *(-value for value in _FP4)),
+    1: (
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ),
+}
+
+
+@op("com.microsoft.MatMulBnb4-1")
+def mat_mul_bnb4(
+    a, b, absmax, *, K: int, N: int, block_size: int, quant_type: int, training_mode: int = 0, transB: int = 1
+):
+    """a [..., K] times the transpose of a weight [N, K] (or a [..., N] times it, without transB) in 4-bit codes.
+
+    b: uint8 [N · K / 2], the first code in the high bits; absmax: [N · K / block_size], what a code of 1 stands for in
+    each run of block_size weights; quant_type: 0 for FP4, 1 for NF4. com.microsoft MatMulBnb4-1.
+    """
+    weight = bnb4_weight(b, absmax, N, K, block_size, quant_type).astype(a.dtype)
+    return a @ (weight.T if transB else weight)
+
+
+def bnb4_weight(packed: mx.array, absmax: mx.array, rows: int, columns: int, block_size: int, kind: int) -> mx.array:
+    """The weight [rows, columns] of MatMulBnb4 in float32."""
+    if kind not in _BNB4:
+        raise OperatorError(f"quant_type {kind}", "0 (FP4) or 1 (NF4)")
+    size = rows * columns
+    codes = mx.stack([packed >> 4, packed & 15], axis=-1).reshape(-1)[:size]
+    values = mx.take(mx.array(_BNB4[kind], mx.float32), codes.astype(mx.int32))
+    scales = mx.repeat(absmax.reshape(-1).astype(mx.float32), block_size)[:size]
+    return (values * scales).reshape(rows, columns)
 
 
 @op("com.microsoft.GatherBlockQuantized-1")
@@ -101,11 +111,12 @@ def gather_block_quantized(
     gather_axis: int = 0,
     quantize_axis: int = 1,
 ):
-    """Gather on gather_axis of data that is held in blocks of block_size along quantize_axis, dequantised: scales' type.
+    """Gather on gather_axis of data in blocks of block_size along quantize_axis, dequantised: in scales' type.
 
-    data: int4 or uint4 (one value an element here) or packed uint8, the lowest bits first, along the last axis; scales: data's
-    shape with one a block on quantize_axis; zero_points: packed as data, 0 for int4 and uint4, 2^(bits - 1) for uint8 where
-    absent; indices: any shape, negative ones from the end, those out of range give zeros. com.microsoft GatherBlockQuantized-1.
+    data: int4 or uint4 (one value an element here) or packed uint8, the lowest bits first, along the last axis; scales:
+    data's shape with one a block on quantize_axis; zero_points: packed as data, 0 for int4 and uint4, 2^(bits - 1) for
+    uint8 where absent; indices: any shape, negative ones from the end, those out of range give zeros. com.microsoft
+    GatherBlockQuantized-1.
     """
     axis, blocked = gather_axis % data.ndim, quantize_axis % data.ndim
     per_byte = 8 // bits if _is_packed(data, scales, blocked, bits, block_size) else 1
@@ -140,7 +151,7 @@ def gather_block_quantized(
 
 
 def _is_packed(data: mx.array, scales: mx.array, blocked: int, bits: int, block_size: int) -> bool:
-    """Whether several values share a byte. A uint4 tensor is uint8 here too, one value an element: the scales tell them apart."""
+    """Whether several values share a byte: the scales tell it from a uint4 tensor, which lies in bytes here too."""
     if data.dtype != mx.uint8 or bits == 8:
         return False
     if blocked != data.ndim - 1:

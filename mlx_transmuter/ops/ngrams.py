@@ -21,8 +21,8 @@ def tf_idf_vectorizer(
 ):
     """How often each n-gram of the pool stands in each row of x [..., length], weighted: [..., classes] on the host.
 
-    The pool holds the 1-grams, then the 2-grams, and so on from the places ngram_counts; elements of an n-gram may lie up to
-    max_skip_count apart. ONNX TfIdfVectorizer-9.
+    The pool holds the 1-grams, then the 2-grams, and so on from the places ngram_counts; elements of an n-gram may lie
+    up to max_skip_count apart. ONNX TfIdfVectorizer-9.
     """
     if mode not in ("TF", "IDF", "TFIDF"):
         raise OperatorError(f"the mode {mode!r}", "TF, IDF or TFIDF")

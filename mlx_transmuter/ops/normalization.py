@@ -3,7 +3,6 @@
 import math
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_transmuter.ops.registry import op
 
@@ -41,7 +40,8 @@ def _as_matrix(function, x: mx.array, axis: int) -> mx.array:
 def layer_normalization(x, scale, bias=None, *, axis=-1, epsilon=1e-5, stash_type=1, outputs=1):
     """(x - mean) / sqrt(variance + epsilon) * scale + bias over the axes from `axis` on; then mean and 1 / deviation.
 
-    scale and bias broadcast to x. The statistics are float32 (stash_type), those axes of them 1. ONNX LayerNormalization-17.
+    scale and bias broadcast to x. The statistics are float32 (stash_type), those axes of them 1. ONNX
+    LayerNormalization-17.
     """
     axis = axis % x.ndim
     last = axis == x.ndim - 1 and scale.shape == x.shape[-1:] and scale.dtype == x.dtype
@@ -57,7 +57,10 @@ def layer_normalization(x, scale, bias=None, *, axis=-1, epsilon=1e-5, stash_typ
 
 @op("RMSNormalization-23")
 def rms_normalization(x, scale, *, axis=-1, epsilon=1e-5, stash_type=1):
-    """x / sqrt(mean(x * x) + epsilon) * scale over the axes from `axis` on; statistics in float32. ONNX RMSNormalization-23."""
+    """x / sqrt(mean(x * x) + epsilon) * scale over the axes from `axis` on; statistics in float32.
+
+    ONNX RMSNormalization-23.
+    """
     axis = axis % x.ndim
     if axis == x.ndim - 1 and scale.shape == x.shape[-1:] and scale.dtype == x.dtype:
         return mx.fast.rms_norm(x, scale, epsilon)
@@ -97,10 +100,8 @@ def batch_normalization_9(x, scale, bias, mean, variance, *, epsilon=1e-5, momen
 
 
 @op("BatchNormalization-14")
-def batch_normalization(
-    x, scale, bias, mean, variance, *, epsilon=1e-5, momentum=0.9, training_mode=0, outputs=1
-):
-    """x [batch, channels, ...] scaled by given statistics per channel; in training by its own, which then move the given.
+def batch_normalization(x, scale, bias, mean, variance, *, epsilon=1e-5, momentum=0.9, training_mode=0, outputs=1):
+    """x [batch, channels, ...] scaled by given statistics per channel; in training by its own, which move those.
 
     ONNX BatchNormalization-14, 15.
     """
@@ -115,7 +116,10 @@ def batch_normalization(
 
 @op("InstanceNormalization-6")
 def instance_normalization(x, scale, bias, *, epsilon=1e-5):
-    """Each channel of each image of x [batch, channels, ...] at mean 0 and variance 1, scaled. ONNX InstanceNormalization-6, 22."""
+    """Each channel of each image of x [batch, channels, ...] at mean 0 and variance 1, scaled.
+
+    ONNX InstanceNormalization-6, 22.
+    """
     axes = tuple(range(2, x.ndim))
     wide = x.astype(mx.float32)
     centred = wide - mx.mean(wide, axis=axes, keepdims=True)
@@ -125,7 +129,10 @@ def instance_normalization(x, scale, bias, *, epsilon=1e-5):
 
 @op("LRN-1")
 def lrn(x, *, size, alpha=0.0001, beta=0.75, bias=1.0):
-    """x over (bias + alpha / size * the sum of squares of `size` channels around) to the power of beta. ONNX LRN-1, 13."""
+    """x over (bias + alpha / size * the sum of squares of `size` channels around) to the power of beta.
+
+    ONNX LRN-1, 13.
+    """
     before, after = (size - 1) // 2, size - 1 - (size - 1) // 2
     channels = x.shape[1]
     squares = mx.pad(mx.square(x), [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2))

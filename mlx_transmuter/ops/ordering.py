@@ -15,7 +15,10 @@ def _reversed(x: mx.array) -> mx.array:
 
 @op("TopK-11")
 def top_k(x, k: Host, *, axis=-1, largest=1, sorted=1):
-    """The k largest (or smallest) elements along `axis` in order, and their indices, int64; equals by index. ONNX TopK-11, 24."""
+    """The k largest (or smallest) elements along `axis` in order, and their indices, int64; equals by index.
+
+    ONNX TopK-11, 24.
+    """
     axis = axis % x.ndim
     order = mx.argsort(_reversed(x) if largest else x, axis=axis)
     order = order[tuple(slice(int(k.item())) if i == axis else slice(None) for i in range(x.ndim))].astype(mx.int32)
@@ -31,13 +34,19 @@ def _first_or_last(find, x: mx.array, axis: int, keepdims: int, last: int) -> mx
 
 @op("ArgMax-11")
 def arg_max(x, *, axis=0, keepdims=1, select_last_index=0):
-    """The index, int64, of the largest element along `axis`: the first of equals, or the last. ONNX ArgMax-11, 12, 13."""
+    """The index, int64, of the largest element along `axis`: the first of equals, or the last.
+
+    ONNX ArgMax-11, 12, 13.
+    """
     return _first_or_last(mx.argmax, x, axis, keepdims, select_last_index)
 
 
 @op("ArgMin-11")
 def arg_min(x, *, axis=0, keepdims=1, select_last_index=0):
-    """The index, int64, of the smallest element along `axis`: the first of equals, or the last. ONNX ArgMin-11, 12, 13."""
+    """The index, int64, of the smallest element along `axis`: the first of equals, or the last.
+
+    ONNX ArgMin-11, 12, 13.
+    """
     return _first_or_last(mx.argmin, x, axis, keepdims, select_last_index)
 
 
@@ -61,7 +70,7 @@ def cum_prod(x, axis: Host, *, exclusive=0, reverse=0):
 
 @op("Unique-11")
 def unique(x: Host, *, axis=None, sorted=1, outputs=1):
-    """The different elements of x, or its different parts along `axis`, then their first places, each one's class, and counts.
+    """The different elements of x, or parts along `axis`, then their first places, each one's class, and counts.
 
     In order, or by first place if not sorted; int64 on the host. ONNX Unique-11, 28.
     """

@@ -21,7 +21,16 @@ def _lowest(dtype: mx.Dtype) -> float:
 
 @op("MaxPool-8")
 def max_pool(
-    x, *, kernel_shape, auto_pad="NOTSET", ceil_mode=0, dilations=None, pads=None, storage_order=0, strides=None, outputs=1
+    x,
+    *,
+    kernel_shape,
+    auto_pad="NOTSET",
+    ceil_mode=0,
+    dilations=None,
+    pads=None,
+    storage_order=0,
+    strides=None,
+    outputs=1,
 ):
     """The largest element of each window, then its index in the flattened x (space column by column if storage_order).
 
@@ -59,7 +68,10 @@ def _flat_places(x: mx.array, w: Windows, place: mx.array, storage_order: int) -
 def average_pool(
     x, *, kernel_shape, auto_pad="NOTSET", ceil_mode=0, count_include_pad=0, dilations=None, pads=None, strides=None
 ):
-    """The mean of each window, of its elements inside x, or inside the padding too. ONNX AveragePool-7, 10, 11, 19, 22."""
+    """The mean of each window, of its elements inside x, or inside the padding too.
+
+    ONNX AveragePool-7, 10, 11, 19, 22.
+    """
     w = windows(x.shape[2:], kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
     total = mx.sum(view(padded(x, w, 0), w), axis=_pool_axes(x))
     counts = np.ones((), np.int64)
@@ -97,20 +109,26 @@ def global_average_pool(x):
 
 @op("GlobalLpPool-2")
 def global_lp_pool(x, *, p=2):
-    """The p-th root of the sum of |x| to the power of p of each channel: [batch, channels, 1, ...]. ONNX GlobalLpPool-2, 22."""
+    """The p-th root of the sum of |x| to the power of p of each channel: [batch, channels, 1, ...].
+
+    ONNX GlobalLpPool-2, 22.
+    """
     return _root(mx.sum(mx.abs(x) ** p, axis=tuple(range(2, x.ndim)), keepdims=True), p).astype(x.dtype)
 
 
 @op("MaxUnpool-9")
 def max_unpool(x, indices, output_shape: Host = None, *, kernel_shape, pads=None, strides=None):
-    """Zeros with x's elements at indices of the flattened result, whose shape is MaxPool's input. ONNX MaxUnpool-9, 11, 22."""
+    """Zeros with x's elements at indices of the flattened result, whose shape is MaxPool's input.
+
+    ONNX MaxUnpool-9, 11, 22.
+    """
     rank = len(kernel_shape)
     strides, pads = strides or [1] * rank, pads or [0] * (2 * rank)
-    space = [
-        (n - 1) * strides[i] - pads[i] - pads[rank + i] + kernel_shape[i] for i, n in enumerate(x.shape[2:])
-    ]
+    space = [(n - 1) * strides[i] - pads[i] - pads[rank + i] + kernel_shape[i] for i, n in enumerate(x.shape[2:])]
     inferred = [*x.shape[:2], *space]
-    y = mx.put_along_axis(mx.zeros(math.prod(inferred), x.dtype), indices.reshape(-1), x.reshape(-1), axis=0).reshape(inferred)
+    y = mx.put_along_axis(mx.zeros(math.prod(inferred), x.dtype), indices.reshape(-1), x.reshape(-1), axis=0).reshape(
+        inferred
+    )
     if output_shape is None:
         return y
     return mx.pad(y, [(0, n - y.shape[i]) for i, n in enumerate(output_shape.tolist())])

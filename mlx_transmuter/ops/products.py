@@ -47,7 +47,9 @@ def det(x):
     rows, result = x, mx.ones(x.shape[:-2], x.dtype)
     for _ in range(n):
         best = mx.argmax(mx.abs(rows[..., 0]), axis=-1, keepdims=True)
-        pivot_row = mx.take_along_axis(rows, mx.broadcast_to(best[..., None], (*best.shape[:-1], 1, rows.shape[-1])), axis=-2)
+        pivot_row = mx.take_along_axis(
+            rows, mx.broadcast_to(best[..., None], (*best.shape[:-1], 1, rows.shape[-1])), axis=-2
+        )
         is_pivot = mx.arange(rows.shape[-2]) == best
         swapped = mx.where(is_pivot[..., None], rows[..., :1, :], rows)[..., 1:, :]
         pivot = pivot_row[..., 0, 0]

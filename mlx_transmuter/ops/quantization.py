@@ -25,7 +25,7 @@ EXACT = 2**24
 
 
 def per_element(scale: mx.array, x: mx.array, axis: int, block_size: int) -> mx.array:
-    """scale (or a zero point) so that it broadcasts with x: one for all, one a slice of axis, or one a block along axis."""
+    """scale (or a zero point) to broadcast with x: one for all, one a slice of axis, or one a block along axis."""
     if scale.size == 1 and not block_size:
         return scale.reshape(())
     axis %= x.ndim
@@ -33,12 +33,14 @@ def per_element(scale: mx.array, x: mx.array, axis: int, block_size: int) -> mx.
         wide = mx.repeat(scale, block_size, axis=axis)
         return mx.split(wide, [x.shape[axis]], axis=axis)[0] if wide.shape[axis] > x.shape[axis] else wide
     if scale.size != x.shape[axis]:
-        raise OperatorError(f"{scale.size} scales for axis {axis} of size {x.shape[axis]}", "one for each of its slices")
+        raise OperatorError(
+            f"{scale.size} scales for axis {axis} of size {x.shape[axis]}", "one for each of its slices"
+        )
     return scale.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
 
 
 def rounded(x: mx.array, zero_point: mx.array | float, kind: str) -> mx.array:
-    """x, in units of the scale, rounded (halves to even), moved by zero_point and saturated to the integer type kind."""
+    """x, in units of the scale, rounded (halves to even), moved by zero_point and saturated to the type kind."""
     low, high = RANGES[kind]
     # A NaN has no integer; 0 is what onnxruntime's x86 kernels give for it, before the zero point.
     steps = mx.where(mx.isnan(x), 0.0, mx.round(x)) + zero_point
@@ -47,9 +49,17 @@ def rounded(x: mx.array, zero_point: mx.array | float, kind: str) -> mx.array:
 
 def kind_of(zero_point: mx.array | None, output_dtype: int = 0) -> str:
     """The integer type to quantise to: output_dtype (of ONNX), else the zero point's, else uint8."""
-    kind = NAMES.get(output_dtype, "") if output_dtype else str(zero_point.dtype).split(".")[-1] if zero_point is not None else "uint8"
+    kind = (
+        NAMES.get(output_dtype, "")
+        if output_dtype
+        else str(zero_point.dtype).split(".")[-1]
+        if zero_point is not None
+        else "uint8"
+    )
     if kind not in RANGES:
-        raise OperatorError(f"a quantisation to {kind or output_dtype}", f"one to {', '.join(RANGES)}: MLX has no 8-bit floats here")
+        raise OperatorError(
+            f"a quantisation to {kind or output_dtype}", f"one to {', '.join(RANGES)}: MLX has no 8-bit floats here"
+        )
     return kind
 
 
@@ -81,9 +91,9 @@ def quantize_linear(
 ):
     """x / y_scale, rounded to even, plus y_zero_point, saturated to y_zero_point's type, or output_dtype, or uint8.
 
-    y_scale, y_zero_point: a scalar, [n] for the n slices of axis, or one for each block_size elements along axis. A zero
-    point of 4 or 2 bits lies in bytes here: output_dtype must say its type. ONNX QuantizeLinear-10 to -25; com.microsoft
-    QuantizeLinear-1.
+    y_scale, y_zero_point: a scalar, [n] for the n slices of axis, or one for each block_size elements along axis. A
+    zero point of 4 or 2 bits lies in bytes here: output_dtype must say its type. ONNX QuantizeLinear-10 to -25;
+    com.microsoft QuantizeLinear-1.
     """
     scale = per_element(y_scale, x, axis, block_size)
     zero_point = None if y_zero_point is None else per_element(y_zero_point, x, axis, block_size)
@@ -105,7 +115,7 @@ def dequantize_linear(x, x_scale, x_zero_point=None, *, axis: int = 1, block_siz
 
 @op("DynamicQuantizeLinear-11")
 def dynamic_quantize_linear(x):
-    """x float32 as uint8 over its whole range (0 in it), the scale and the zero point, scalars. ONNX DynamicQuantizeLinear-11."""
+    """float32 x as uint8 over its range with 0, the scale and the zero point. ONNX DynamicQuantizeLinear-11."""
     low, high = mx.minimum(mx.min(x), 0.0), mx.maximum(mx.max(x), 0.0)
     scale = mx.where(low == high, 1.0, (high - low) / 255.0)
     zero_point = rounded(-low / scale, 0.0, "uint8")
@@ -115,8 +125,8 @@ def dynamic_quantize_linear(x):
 def exact(product: Callable[[mx.array, mx.array], mx.array], a: mx.array, b: mx.array, terms: int) -> mx.array:
     """product(a, b) of integers within ±255, each element a sum of that many terms, exact: int32.
 
-    MLX multiplies no integer matrices, and float32 sums are exact up to 2²⁴. Where terms could pass it, a is 16 · high + low,
-    and each half's product is exact by itself up to 4,112 terms.
+    MLX multiplies no integer matrices, and float32 sums are exact up to 2²⁴. Where terms could pass it, a is 16 · high
+    + low, and each half's product is exact by itself up to 4,112 terms.
     """
     b = b.astype(mx.float32)
     if terms * 255 * 255 <= EXACT:
@@ -133,7 +143,12 @@ def integer_matmul(a: mx.array, b: mx.array) -> mx.array:
     """a [..., m, k] · b [..., k, n] of integers within ±255: int32, exact for every k."""
     most = EXACT // (16 * 255)
     parts = [
-        exact(mx.matmul, a[..., i : i + most], b[..., i : i + most, :] if b.ndim > 1 else b[i : i + most], min(most, a.shape[-1] - i))
+        exact(
+            mx.matmul,
+            a[..., i : i + most],
+            b[..., i : i + most, :] if b.ndim > 1 else b[i : i + most],
+            min(most, a.shape[-1] - i),
+        )
         for i in range(0, max(a.shape[-1], 1), most)
     ]
     total = parts[0]
@@ -181,7 +196,8 @@ def integer_conv(x: mx.array, w: mx.array, group: int, **attrs) -> mx.array:
         return exact(lambda a, b: conv(a, b, group=group, **attrs), x, w, terms)
     channels = max(most // math.prod(w.shape[2:]), 1)
     parts = [
-        integer_conv(x[:, i : i + channels], w[:, i : i + channels], group, **attrs) for i in range(0, w.shape[1], channels)
+        integer_conv(x[:, i : i + channels], w[:, i : i + channels], group, **attrs)
+        for i in range(0, w.shape[1], channels)
     ]
     return sum(parts[1:], parts[0])
 

@@ -70,7 +70,7 @@ def _order(count: int, backward: bool) -> Iterator[int]:
 
 
 def _layer(x, w, r, lengths, initials, direction, layout, outputs, make: Callable):
-    """The results of a layer: all states [time, directions, batch, hidden], then each last state [directions, batch, hidden].
+    """The results of a layer: all states [time, directions, batch, hidden], then the last [directions, ...].
 
     make(d) gives the step of direction d; layout 1 has the batch first everywhere.
     """
@@ -116,8 +116,8 @@ def rnn(
 ):
     """h = f(x w + h r + b) over time. ONNX RNN-7, 14, 22.
 
-    x [time, batch, in], w [directions, hidden, in], r [directions, hidden, hidden], b [directions, 2 * hidden], initial_h
-    [directions, batch, hidden]; gives all h [time, directions, batch, hidden] and the last.
+    x [time, batch, in], w [directions, hidden, in], r [directions, hidden, hidden], b [directions, 2 * hidden],
+    initial_h [directions, batch, hidden]; gives all h [time, directions, batch, hidden] and the last.
     """
     functions = _functions(activations, activation_alpha, activation_beta, clip)
 
@@ -148,7 +148,10 @@ def gru(
     linear_before_reset=0,
     outputs=1,
 ):
-    """Gated recurrent units, gates z, r, h. Shapes as RNN's with 3 * hidden rows and 6 * hidden biases. ONNX GRU-7, 14, 22."""
+    """Gated recurrent units, gates z, r, h. Shapes as RNN's with 3 * hidden rows and 6 * hidden biases.
+
+    ONNX GRU-7, 14, 22.
+    """
     functions = _functions(activations, activation_alpha, activation_beta, clip)
 
     def make(d):
@@ -189,9 +192,10 @@ def lstm(
     layout=0,
     outputs=1,
 ):
-    """Long short-term memory, gates i, o, f, c. Shapes as RNN's with 4 * hidden rows and 8 * hidden biases. ONNX LSTM-7, 14, 22.
+    """Long short-term memory, gates i, o, f, c. Shapes as RNN's with 4 * hidden rows and 8 * hidden biases.
 
-    p [directions, 3 * hidden] are the peepholes of i, o and f. Gives all h, the last h and the last c.
+    p [directions, 3 * hidden] are the peepholes of i, o and f. Gives all h, the last h and the last c. ONNX LSTM-7, 14,
+    22.
     """
     functions = _functions(activations, activation_alpha, activation_beta, clip)
 

@@ -1,4 +1,4 @@
-"""Reductions along axes. The older forms have the axes as an attribute, the newer ones as an input known on the host."""
+"""Reductions along axes, which are an attribute of the older forms and an input, known on the host, of the newer."""
 
 from collections.abc import Callable
 from typing import Any

@@ -9,7 +9,17 @@ from mlx_transmuter.ops.registry import Host, OperatorError, op
 
 
 @op("RoiAlign-10")
-def roi_align_10(x, rois: Host, batch_indices: Host, *, mode="avg", output_height=1, output_width=1, sampling_ratio=0, spatial_scale=1.0):
+def roi_align_10(
+    x,
+    rois: Host,
+    batch_indices: Host,
+    *,
+    mode="avg",
+    output_height=1,
+    output_width=1,
+    sampling_ratio=0,
+    spatial_scale=1.0,
+):
     """RoiAlign-16 whose boxes are not moved by half an element and are at least one wide. ONNX RoiAlign-10."""
     return roi_align(
         x,
@@ -37,9 +47,10 @@ def roi_align(
     sampling_ratio=0,
     spatial_scale=1.0,
 ):
-    """The mean, or the largest, of samples in each cell of each box: [boxes, channels, height, width]. ONNX RoiAlign-16, 22.
+    """The mean, or the largest, of samples in each cell of each box: [boxes, channels, height, width].
 
     x [batch, channels, h, w]; rois [boxes, 4] as x1, y1, x2, y2; batch_indices [boxes]. He et al. 2017, Mask R-CNN.
+    ONNX RoiAlign-16, 22.
     """
     if mode not in ("avg", "max"):
         raise OperatorError(f"the mode {mode!r}", "avg or max")
@@ -123,10 +134,10 @@ def non_max_suppression(
     *,
     center_point_box=0,
 ):
-    """The boxes to keep, best first, none overlapping a kept one too much: int64 [kept, 3] as image, class, box, on the host.
+    """The boxes to keep, best first, none overlapping a kept one too much: int64 [kept, 3] on the host.
 
-    boxes [batch, boxes, 4] as y1, x1, y2, x2 or as x, y, width, height; scores [batch, classes, boxes].
-    ONNX NonMaxSuppression-10, 11.
+    A kept one is image, class, box. boxes [batch, boxes, 4] as y1, x1, y2, x2 or as x, y, width, height; scores [batch, classes, boxes]. ONNX
+    NonMaxSuppression-10, 11.
     """
     most = 0 if max_output_boxes_per_class is None else int(max_output_boxes_per_class.item())
     overlap = 0.0 if iou_threshold is None else float(iou_threshold.item())
@@ -141,10 +152,16 @@ def non_max_suppression(
         for kind in range(scores.shape[1]):
             chosen: list[int] = []
             for i in np.argsort(-scores[image, kind], kind="stable").tolist():
-                if len(chosen) == most or (score_threshold is not None and not scores[image, kind, i] > score_threshold.item()):
+                if len(chosen) == most or (
+                    score_threshold is not None and not scores[image, kind, i] > score_threshold.item()
+                ):
                     break
                 common = np.prod(
-                    np.clip(np.minimum(high[image, i], high[image, chosen]) - np.maximum(low[image, i], low[image, chosen]), 0, None),
+                    np.clip(
+                        np.minimum(high[image, i], high[image, chosen]) - np.maximum(low[image, i], low[image, chosen]),
+                        0,
+                        None,
+                    ),
                     axis=-1,
                 )
                 if not np.any(common > overlap * (area[i] + area[chosen] - common)):

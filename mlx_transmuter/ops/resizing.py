@@ -87,7 +87,7 @@ def _resized(
             lengths = [int(ratio * x.shape[axis] + 0.5) for axis in chosen]
     elif scales is not None:
         ratios = [float(s) for s in scales]
-        lengths = [int(math.floor(x.shape[axis] * s)) for axis, s in zip(chosen, ratios, strict=True)]
+        lengths = [math.floor(x.shape[axis] * s) for axis, s in zip(chosen, ratios, strict=True)]
     else:
         raise OperatorError("neither scales nor sizes", "one of them")
     y, blank = x, np.zeros((), bool)
@@ -151,10 +151,10 @@ def _nearest(at: np.ndarray, size: int, mode: str) -> np.ndarray:
 
 
 def _weights(at: np.ndarray, size: int, mode: str, scale: float, cubic: float, exclude: bool) -> np.ndarray:
-    """The weight of each input element (columns) in each result (rows), float32; scale < 1 widens the kernel (antialias)."""
+    """The weight of each input element (columns) in each result (rows); scale < 1 widens the kernel (antialias)."""
     reach = (1 if mode == "linear" else 2) / scale
     first = np.floor(at - reach).astype(np.int64) + 1
-    places = first[:, None] + np.arange(int(math.ceil(2 * reach)) + 1)
+    places = first[:, None] + np.arange(math.ceil(2 * reach) + 1)
     distance = np.abs(places - at[:, None]) * scale
     if mode == "linear":
         weights = np.clip(1 - distance, 0, None)

@@ -11,12 +11,13 @@ from mlx_transmuter.ops.registry import Host, OperatorError, op
 
 @op("AffineGrid-20")
 def affine_grid(theta, size: Host, *, align_corners=0):
-    """The points of an image of that size moved by theta [batch, d, d + 1]: [batch, *space, d], x first. ONNX AffineGrid-20."""
+    """The points of an image of that size moved by theta [batch, d, d + 1]: [batch, *space, d], x first.
+
+    ONNX AffineGrid-20.
+    """
     space = size.tolist()[2:]
-    axes = []
-    for n in reversed(space):
-        axes.append(np.linspace(-1, 1, n) if align_corners else (np.arange(n) * 2 + 1) / n - 1)
-    points = np.stack([*np.meshgrid(*reversed(axes), indexing="ij")][::-1] + [np.ones(space)], axis=-1)
+    axes = [np.linspace(-1, 1, n) if align_corners else (np.arange(n) * 2 + 1) / n - 1 for n in space]
+    points = np.stack([*reversed(np.meshgrid(*axes, indexing="ij")), np.ones(space)], axis=-1)
     grid = mx.array(points.reshape(-1, len(space) + 1).astype(np.float32)).astype(theta.dtype) @ theta.swapaxes(-1, -2)
     return grid.reshape(theta.shape[0], *space, len(space))
 
@@ -29,11 +30,14 @@ def grid_sample(x, grid, *, align_corners=0, mode="linear", padding_mode="zeros"
     """
     space = x.shape[2:]
     points = [
-        _image_point(grid[..., len(space) - 1 - axis].astype(mx.float32), n, align_corners) for axis, n in enumerate(space)
+        _image_point(grid[..., len(space) - 1 - axis].astype(mx.float32), n, align_corners)
+        for axis, n in enumerate(space)
     ]
     mode = mode.removeprefix("bi")
     if padding_mode not in ("zeros", "border", "reflection") or mode not in ("nearest", "linear", "cubic"):
-        raise OperatorError(f"the mode {mode!r} with {padding_mode!r}", "nearest, linear, cubic; zeros, border, reflection")
+        raise OperatorError(
+            f"the mode {mode!r} with {padding_mode!r}", "nearest, linear, cubic; zeros, border, reflection"
+        )
     if mode == "nearest":
         points = [mx.round(p) for p in points]
     points = [_padded(p, n, padding_mode, align_corners) for p, n in zip(points, space, strict=True)]
@@ -71,7 +75,9 @@ def _cubic(t: mx.array) -> list[mx.array]:
     return [far(t + 1), near(t), near(1 - t), far(2 - t)]
 
 
-def interpolated(x: mx.array, points: list[mx.array], mode: str, padding: str = "zeros", align_corners: int = 1) -> mx.array:
+def interpolated(
+    x: mx.array, points: list[mx.array], mode: str, padding: str = "zeros", align_corners: int = 1
+) -> mx.array:
     """x [batch, channels, *space] at points, one [batch, *out] per spatial axis, elements outside by `padding`."""
     taps = []
     for p, n in zip(points, x.shape[2:], strict=True):
@@ -88,7 +94,12 @@ def interpolated(x: mx.array, points: list[mx.array], mode: str, padding: str = 
             place = _padded(base + i, n, padding, align_corners)
             inside = (place >= 0) & (place <= n - 1)
             # A place that reflection leaves between two elements, half an element outside, is the border's.
-            along.append((mx.clip(mx.round(place), 0, n - 1).astype(mx.int32), mx.where(inside | (padding != "zeros"), weight, 0)))
+            along.append(
+                (
+                    mx.clip(mx.round(place), 0, n - 1).astype(mx.int32),
+                    mx.where(inside | (padding != "zeros"), weight, 0),
+                )
+            )
         taps.append(along)
     batch, channels, *space = x.shape
     flat = x.reshape(batch, channels, math.prod(space)).astype(mx.float32)
@@ -97,19 +108,32 @@ def interpolated(x: mx.array, points: list[mx.array], mode: str, padding: str = 
         index, weight = mx.zeros((), mx.int32), mx.ones((), mx.float32)
         for (place, share), n in zip(corner, space, strict=True):
             index, weight = index * n + place, weight * share
-        picked = mx.take_along_axis(flat, mx.broadcast_to(index.reshape(batch, 1, -1), (batch, channels, index.size // batch)), axis=2)
+        picked = mx.take_along_axis(
+            flat, mx.broadcast_to(index.reshape(batch, 1, -1), (batch, channels, index.size // batch)), axis=2
+        )
         total = total + picked * weight.reshape(batch, 1, -1)
     return total.reshape(batch, channels, *points[0].shape[1:]).astype(x.dtype)
 
 
 @op("DeformConv-19")
 def deform_conv(
-    x, w, offset, bias=None, mask=None, *, dilations=None, group=1, kernel_shape=None, offset_group=1, pads=None, strides=None
+    x,
+    w,
+    offset,
+    bias=None,
+    mask=None,
+    *,
+    dilations=None,
+    group=1,
+    kernel_shape=None,
+    offset_group=1,
+    pads=None,
+    strides=None,
 ):
     """Conv in two dimensions whose kernel elements are moved by offsets and scaled by a mask. ONNX DeformConv-19, 22.
 
-    x [batch, in, h, w], w [out, in / group, kh, kw], offset [batch, offset_group * kh * kw * 2, oh, ow] (rows, columns), mask
-    [batch, offset_group * kh * kw, oh, ow].
+    x [batch, in, h, w], w [out, in / group, kh, kw], offset [batch, offset_group * kh * kw * 2, oh, ow] (rows,
+    columns), mask [batch, offset_group * kh * kw, oh, ow].
     """
     if x.ndim != 4:
         raise OperatorError(f"x {list(x.shape)}", "two spatial axes")

@@ -46,7 +46,7 @@ def sequence_length(sequence):
 
 @op("SplitToSequence-11")
 def split_to_sequence(x, split: Host = None, *, axis=0, keepdims=1):
-    """x in parts along `axis`: single elements (without the axis if not keepdims), parts of one size, or of the sizes split.
+    """x in parts along `axis`: single elements (without the axis if not keepdims), or of the size or sizes split.
 
     ONNX SplitToSequence-11, 24.
     """

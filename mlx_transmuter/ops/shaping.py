@@ -28,7 +28,10 @@ def size(x):
 
 @op("Reshape-5")
 def reshape(x, shape: Host, *, allowzero=0):
-    """x in that shape; -1 is what remains, 0 x's own size unless allowzero. ONNX Reshape-5, 13, 14, 19, 21, 23, 24, 25."""
+    """x in that shape; -1 is what remains, 0 x's own size unless allowzero.
+
+    ONNX Reshape-5, 13, 14, 19, 21, 23, 24, 25.
+    """
     sizes = [x.shape[i] if n == 0 and not allowzero else n for i, n in enumerate(shape.tolist())]
     if sizes.count(-1) == 1:
         rest = math.prod(n for n in sizes if n != -1)
@@ -40,7 +43,10 @@ def reshape(x, shape: Host, *, allowzero=0):
 
 @op("Flatten-9")
 def flatten(x, *, axis=1):
-    """x as a matrix: the axes before `axis` its rows, the others its columns. ONNX Flatten-9, 11, 13, 21, 23, 24, 25."""
+    """x as a matrix: the axes before `axis` its rows, the others its columns.
+
+    ONNX Flatten-9, 11, 13, 21, 23, 24, 25.
+    """
     axis = axis + x.ndim if axis < 0 else axis
     return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
 
@@ -111,7 +117,10 @@ def depth_to_space(x, *, blocksize, mode="DCR"):
 
 @op("SpaceToDepth-1")
 def space_to_depth(x, *, blocksize, mode="DCR"):
-    """[batch, c, h * b, w * b] to [batch, b * b * c, h, w], the inverse of DepthToSpace. ONNX SpaceToDepth-1, 13, 28."""
+    """[batch, c, h * b, w * b] to [batch, b * b * c, h, w], the inverse of DepthToSpace.
+
+    ONNX SpaceToDepth-1, 13, 28.
+    """
     n, c, h, w = x.shape
     b = blocksize
     if mode not in ("DCR", "CRD"):

@@ -1,4 +1,4 @@
-"""Parts of arrays and arrays of parts, by places known on the host: concatenation, splits, slices, padding, triangles."""
+"""Parts of arrays and arrays of parts, by places known on the host: joining, splits, slices, padding, triangles."""
 
 import mlx.core as mx
 import numpy as np
@@ -32,7 +32,10 @@ def split_13(x, split: Host = None, *, axis=0, outputs):
 
 @op("Split-18")
 def split_18(x, split: Host = None, *, axis=0, num_outputs=None, outputs):
-    """x in parts of the sizes split, int64 [parts], along `axis`, or in num_outputs parts, the last smaller. ONNX Split-18."""
+    """x in parts of the sizes split, int64 [parts], along `axis`, or in num_outputs parts, the last smaller.
+
+    ONNX Split-18.
+    """
     if split is not None:
         return _split(x, split.tolist(), axis)
     count, whole = num_outputs or outputs, x.shape[axis]
@@ -42,7 +45,10 @@ def split_18(x, split: Host = None, *, axis=0, num_outputs=None, outputs):
 
 @op("Slice-10")
 def slice_(x, starts: Host, ends: Host, axes: Host = None, steps: Host = None):
-    """x[start:end:step] along each of axes (the first ones by default), as NumPy's; int64 [r] each. ONNX Slice-10, 11, 13."""
+    """x[start:end:step] along each of axes (the first ones by default), as NumPy's; int64 [r] each.
+
+    ONNX Slice-10, 11, 13.
+    """
     places = [slice(None)] * x.ndim
     count = starts.size
     axes_ = range(count) if axes is None else axes.tolist()
@@ -60,8 +66,8 @@ def slice_(x, starts: Host, ends: Host, axes: Host = None, steps: Host = None):
 def pad(x, pads: Host, value=None, axes: Host = None, *, mode="constant"):
     """x with elements added (or, where negative, taken away) before and after each of axes (all by default).
 
-    pads int64 [2 * r]: the r counts before, then the r after; value a scalar; mode "constant", "reflect", "edge" or "wrap",
-    as NumPy's. ONNX Pad-11, 13, 18, 19, 21, 23, 24, 25.
+    pads int64 [2 * r]: the r counts before, then the r after; value a scalar; mode "constant", "reflect", "edge" or
+    "wrap", as NumPy's. ONNX Pad-11, 13, 18, 19, 21, 23, 24, 25.
     """
     axes_ = list(range(x.ndim)) if axes is None else [axis % x.ndim for axis in axes.tolist()]
     before, after = pads[: len(axes_)].tolist(), pads[len(axes_) :].tolist()

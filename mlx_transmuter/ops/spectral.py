@@ -18,8 +18,8 @@ def dft_17(x, dft_length: Host = None, *, axis=1, inverse=0, onesided=0):
 def dft(x, dft_length: Host = None, axis: Host = None, *, inverse=0, onesided=0):
     """The discrete Fourier transform of x [..., 1 or 2] (real and imaginary part) along an axis: [..., 2]. ONNX DFT-20.
 
-    dft_length: the signal is cut or filled with zeros to it. onesided: the first half of the spectrum alone is given, or
-    for the inverse taken, which then gives real numbers [..., 1].
+    dft_length: the signal is cut or filled with zeros to it. onesided: the first half of the spectrum alone is given,
+    or for the inverse taken, which then gives real numbers [..., 1].
     """
     return _dft(x, dft_length, -2 if axis is None else int(axis.item()), inverse, onesided)
 
@@ -34,10 +34,19 @@ def _dft(x: mx.array, dft_length: np.ndarray | None, axis: int, inverse: int, on
         n = 2 * (x.shape[axis] - 1) if inverse and onesided else x.shape[axis]
     if inverse and onesided:
         return mx.fft.irfft(signal, n=n, axis=axis)[..., None].astype(x.dtype)
-    spectrum = (mx.fft.ifft if inverse else mx.fft.fft)(signal, n=n, axis=axis)
-    if onesided:
-        spectrum = spectrum[tuple(slice(n // 2 + 1) if i == axis else slice(None) for i in range(spectrum.ndim))]
+    if signal.dtype == mx.complex64 or inverse:
+        spectrum = (mx.fft.ifft if inverse else mx.fft.fft)(signal, n=n, axis=axis)
+        return _parts(_bins(spectrum, axis, slice(n // 2 + 1)) if onesided else spectrum, x.dtype)
+    # The spectrum of a real signal is its own mirror image: half of it is computed, and what is 0 comes as 0.
+    spectrum = mx.fft.rfft(signal, n=n, axis=axis)
+    if not onesided:
+        mirrored = mx.conj(_bins(spectrum, axis, slice((n - 1) // 2, 0, -1)))
+        spectrum = mx.concatenate([spectrum, mirrored], axis=axis)
     return _parts(spectrum, x.dtype)
+
+
+def _bins(spectrum: mx.array, axis: int, bins: slice) -> mx.array:
+    return spectrum[tuple(bins if i == axis else slice(None) for i in range(spectrum.ndim))]
 
 
 def _complex(x: mx.array) -> mx.array:

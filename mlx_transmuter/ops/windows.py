@@ -1,4 +1,4 @@
-"""Windows that slide over the spatial axes of [batch, channels, *space]: their places, the padding, and views of them."""
+"""Windows that slide over the spatial axes of [batch, channels, *space]: their places, padding and views."""
 
 import math
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from mlx_transmuter.ops.registry import OperatorError
 
 
 class Windows(NamedTuple):
-    """Where windows lie along each spatial axis: their size, steps, spacing of elements, padding, and how many there are."""
+    """Where windows lie along each spatial axis: their size, steps, spacing, padding, and how many there are."""
 
     kernel: list[int]
     strides: list[int]
@@ -32,9 +32,7 @@ def windows(space, kernel, strides=None, dilations=None, pads=None, auto_pad="NO
     pads = list(pads or [0] * (2 * rank))
     if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
         count = [-(-n // s) for n, s in zip(space, strides, strict=True)]
-        total = [
-            max((c - 1) * s + span - n, 0) for c, s, span, n in zip(count, strides, spans, space, strict=True)
-        ]
+        total = [max((c - 1) * s + span - n, 0) for c, s, span, n in zip(count, strides, spans, space, strict=True)]
         small, large = [t // 2 for t in total], [t - t // 2 for t in total]
         before, after = (small, large) if auto_pad == "SAME_UPPER" else (large, small)
         return Windows(kernel, strides, dilations, before, after, count)

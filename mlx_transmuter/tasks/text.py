@@ -120,21 +120,18 @@ class TextGeneration:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, as the model gets them. Raises GenerationError where there are none."""
-        if isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping)):
-            if self.tokenizer is None:
-                raise GenerationError(
-                    "prompt",
-                    "text, and a model without a tokenizer",
-                    "token ids",
-                    "put a tokenizer.json into its folder",
-                )
-            if isinstance(prompt, str):
-                ids = self.tokenizer.encode(prompt)
-            else:
-                # The template writes the special tokens itself.
-                text = self.tokenizer.apply_chat_template(prompt, **self.template_vars)  # type: ignore[arg-type]
-                ids = self.tokenizer.encode(text, add_special_tokens=False)
-        elif all(isinstance(id, int | np.integer) and not isinstance(id, bool) for id in prompt):
+        chat = _begins_with(prompt, Mapping)
+        if self.tokenizer is None and (chat or isinstance(prompt, str)):
+            raise GenerationError(
+                "prompt", "text, and a model without a tokenizer", "token ids", "put a tokenizer.json into its folder"
+            )
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)  # type: ignore[union-attr]
+        elif chat:
+            # The template writes the special tokens itself.
+            text = self.tokenizer.apply_chat_template(prompt, **self.template_vars)  # type: ignore[union-attr, arg-type]
+            ids = self.tokenizer.encode(text, add_special_tokens=False)  # type: ignore[union-attr]
+        elif hasattr(prompt, "__len__") and all(_is_id(id) for id in prompt):
             ids = [int(id) for id in prompt]  # type: ignore[arg-type]
         else:
             raise GenerationError("prompt", _short(prompt), "a str, a list of chat messages or a list of token ids")
@@ -212,7 +209,15 @@ def eos_token_ids(model: Model) -> list[int]:
 
 def _is_one(prompts: Any) -> bool:
     """Whether this is one prompt: a str, or a list that begins with a message or a token id."""
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Mapping | int | np.integer))
+    return isinstance(prompts, str) or _begins_with(prompts, Mapping | int | np.integer)
+
+
+def _begins_with(value: Any, kind: Any) -> bool:
+    return hasattr(value, "__len__") and len(value) > 0 and isinstance(value[0], kind)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _held(text: str, stops: Sequence[str]) -> int:

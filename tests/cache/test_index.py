@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mlx_transmuter.cache import CacheIndex
 
-many = settings(max_examples=3000, deadline=None)
+many = settings(max_examples=2000, deadline=None)
 some = settings(max_examples=200, deadline=None)
 
 

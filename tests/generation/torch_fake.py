@@ -1,4 +1,5 @@
-"""The same language model as `fake`, as a model of Python transformers: the truth that generation is compared with.
+"""The same language model as `fake_decoder`, as a model of Python transformers: the truth that generation is compared
+with.
 
 Import it only after `pytest.importorskip("transformers")`.
 """
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fake import logits_after
+from fake_decoder import logits_after
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 

@@ -17,8 +17,9 @@ DOMAIN = "com.microsoft"
 def expected(op_type, inputs, attrs, outputs, domain=DOMAIN, opset=21, types=None, output_types=None):
     """onnxruntime's outputs (None for those not asked for), graph optimisation off.
 
-    inputs: arrays, or None for one left out; outputs: names, "" for one left out; types: ONNX element types of inputs by
-    number, where numpy's says too little (int4); output_types: those of outputs by name, where onnxruntime infers none.
+    inputs: arrays, or None for one left out; outputs: names, "" for one left out; types: ONNX element types of inputs
+    by number, where numpy's says too little (int4); output_types: those of outputs by name, where onnxruntime infers
+    none.
     """
     helper, names, values, feeds = onnx.helper, [], [], {}
     for i, array in enumerate(inputs):
@@ -56,7 +57,7 @@ def expected(op_type, inputs, attrs, outputs, domain=DOMAIN, opset=21, types=Non
 
 
 def found(op_type, inputs, attrs, outputs, domain=DOMAIN, opset=21, host=()):
-    """Our outputs, as numpy, in the order of outputs. The inputs numbered in host are constants, the others device values.
+    """Our outputs, as numpy, in the order of outputs. Inputs numbered in host are constants, the others device values.
 
     The module is also traced as a compiled step traces it, so that no operator may look at a device value.
     """
@@ -78,7 +79,8 @@ def found(op_type, inputs, attrs, outputs, domain=DOMAIN, opset=21, host=()):
     results = module(**given)
     traced = mx.compile(lambda arguments: module(**arguments))(given)
     for key, value in results.items():
-        assert traced[key].shape == value.shape and traced[key].dtype == value.dtype
+        assert traced[key].shape == value.shape
+        assert traced[key].dtype == value.dtype
     return [to_host(results[key]) if key else None for key in outputs]
 
 

@@ -1,19 +1,24 @@
-"""Activations of com.microsoft against onnxruntime."""
+"""Activations of com.microsoft against onnxruntime, and against numpy where it has no CPU kernel."""
+
+import math
 
 import numpy as np
 import pytest
-from onnxruntime_node import check
+from onnxruntime_node import agree, check, expected, found
 
 
 def floats(seed, *shape, dtype=np.float32):
     return (3 * np.random.default_rng(seed).normal(size=shape)).astype(dtype)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(np.float32, 1e-6), (np.float16, 2e-3)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-6), (np.float16, 2e-3)])
 def test_activations(dtype, tolerance):
     x, bias = floats(1, 2, 3, 16, dtype=dtype), floats(2, 16, dtype=dtype)
     check("FastGelu", [x], tolerance=tolerance)
     check("FastGelu", [x, bias], tolerance=tolerance)
+    check("ScaledSiLU", [x], {"alpha": 0.7}, tolerance=tolerance)
+    check("ScaledSiLU", [x, np.array(1.5, dtype=dtype)], tolerance=tolerance)
+    check("GatedAdd", [x, x[::-1].copy(), bias[:6].reshape(2, 3, 1)], tolerance=tolerance)
     if dtype == np.float32:  # onnxruntime has no float16 form of these
         check("Gelu", [x], tolerance=tolerance)
         check("BiasGelu", [x, bias], tolerance=tolerance)
@@ -25,3 +30,39 @@ def test_far_from_zero():
     x = np.array([-1e4, -80.0, -9.0, 0.0, 9.0, 80.0, 1e4], dtype=np.float32)
     for kind in ("FastGelu", "Gelu", "QuickGelu"):
         check(kind, [x], tolerance=1e-9)
+
+
+def gelu(x):
+    return (x * 0.5 * (1 + np.vectorize(math.erf)(x.astype(np.float64) / math.sqrt(2)))).astype(x.dtype)
+
+
+def test_sums_with_a_bias():
+    x, bias, skip = floats(1, 2, 3, 16), floats(2, 16), floats(3, 2, 3, 16)
+    (ours,) = found("BiasSplitGelu", [x, bias], {}, ("y",))
+    agree((x + bias)[..., :8] * gelu((x + bias)[..., 8:]), ours, 1e-6)
+    (ours,) = found("BiasAdd", [x, bias, skip], {}, ("y",))
+    agree(x + bias + skip, ours, 1e-6)
+    ours, mask = found("BiasDropout", [x, bias, skip], {}, ("y", "mask"))
+    agree(x + bias + skip, ours, 1e-6)
+    assert mask.all()
+    projection = floats(4, 16, 1) / 16
+    (ours,) = found("GatedAdd", [x, skip, x, projection], {}, ("y",))
+    agree(x + skip / (1 + np.exp(-(x @ projection))), ours, 1e-5)
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_swiglu(limit):
+    gate, up = floats(1, 2, 3, 8), floats(2, 2, 3, 8)
+    g, u = (np.minimum(gate, limit), np.clip(up, -limit, limit)) if limit else (gate, up)
+    truth = g / (1 + np.exp(-1.7 * g)) * (u + 0.5)
+    attrs = {"activation_alpha": 1.7, "activation_beta": 0.5, "limit": limit}
+    agree(truth, found("SwiGLU", [gate, up], attrs, ("y",))[0], 1e-6)
+    agree(truth, found("SwiGLU", [np.concatenate([gate, up], axis=-1)], attrs, ("y",))[0], 1e-6)
+
+
+@pytest.mark.parametrize(("bias_shape", "inner"), [((2, 1, 1, 5), 1), ((1, 1, 4, 5), 0), ((4, 5), 0)])
+def test_bias_softmax(bias_shape, inner):
+    x, bias = floats(1, 2, 3, 4, 5), floats(2, *bias_shape)
+    (truth,) = expected("Softmax", [x + bias], {"axis": 3}, ("y",), domain="ai.onnx")
+    (ours,) = found("BiasSoftmax", [x, bias], {"axis": 3, "is_inner_broadcast": inner}, ("y",))
+    agree(truth, ours, 1e-6)

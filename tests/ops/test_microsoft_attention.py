@@ -118,3 +118,65 @@ def test_rotary_embedding(positions, interleaved):
         floats(i, *shape, dtype=np.float16) for i, shape in ((1, (B, S, H * D)), (2, (12, D // 2)), (3, (12, D // 2)))
     ]
     check("RotaryEmbedding", [half[0], positions, *half[1:]], attrs, tolerance=2e-3)
+
+
+CAPACITY, HELD = 10, 4
+PRESENT = ("y", "present_key", "present_value")
+
+
+def buffered(seq, mask=False, bias=False):
+    """query, key, value, mask, attention bias, past key, past value, past length."""
+    q, k, v = (floats(i, B, seq, H * D) for i in range(3))
+    total = HELD + seq
+    raw = np.ones((B, total), dtype=np.int32)
+    raw[0, 1] = 0
+    pasts = [floats(i, B, H, CAPACITY, D) for i in (5, 6)]
+    for past in pasts:
+        past[:, :, HELD:] = 1e20  # never read
+    extra = floats(7, 1, H, seq, total) if bias else None
+    return q, k, v, raw if mask else None, extra, *pasts, np.array([HELD], dtype=np.int32)
+
+
+def agree_where_written(op_type, inputs, attrs, outputs=PRESENT):
+    truth, ours = expected(op_type, inputs, attrs, outputs), found(op_type, inputs, attrs, outputs)
+    agree(truth[0], ours[0], 1e-5)
+    written = HELD + inputs[0].shape[1]
+    for a, b in zip(truth[1:3], ours[1:3], strict=True):
+        assert a.shape == b.shape
+        agree(a[:, :, :written], b[:, :, :written], 1e-6)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("seq", [1, 3])
+def test_multi_head_attention_over_a_buffer(seq, bias, mask):
+    q, k, v, raw, extra, *past = buffered(seq, mask, bias)
+    for unidirectional in (0, 1):
+        attrs = {"num_heads": H, "unidirectional": unidirectional}
+        agree_where_written("MultiHeadAttention", [q, k, v, None, raw, extra, *past], attrs)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("beams", [False, True])
+def test_decoder_masked_multi_head_attention(beams, bias, mask):
+    source = np.random.default_rng(8).integers(0, 2, size=(1, 2, CAPACITY)).astype(np.int32)
+    beam = [np.array([2], dtype=np.int32), source] if beams else [None, None]
+    # onnxruntime reads the mask and the bias of beams whether they are there or not.
+    inputs = [*buffered(1, mask or beams, bias or beams), *beam, floats(9, 3 * H * D)]
+    attrs = {"num_heads": H, "past_present_share_buffer": 1}
+    agree_where_written("DecoderMaskedMultiHeadAttention", inputs, attrs)
+
+
+def test_decoder_masked_multi_head_attention_over_another_sequence():
+    q, cache = floats(1, B, 1, H * D), [floats(2, B, H, 6, D), floats(3, B, H, 6, D)]
+    mask = np.array([[1, 1, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]], dtype=np.int32)
+    check("DecoderMaskedMultiHeadAttention", [q, *cache], {"num_heads": H})
+    check("DecoderMaskedMultiHeadAttention", [q, *cache, mask], {"num_heads": H, "scale": 0.2})
+
+
+def test_decoder_masked_scores():
+    inputs, attrs = buffered(1), {"num_heads": H, "past_present_share_buffer": 1, "output_qk": 1}
+    (*_, truth) = expected("DecoderMaskedMultiHeadAttention", inputs, attrs, (*PRESENT, "qk"), output_types={"qk": 1})
+    (*_, ours) = found("DecoderMaskedMultiHeadAttention", inputs, attrs, (*PRESENT, "qk"), host=(7,))
+    agree(truth, ours, 1e-5)

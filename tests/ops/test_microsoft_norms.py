@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from onnxruntime_node import check
+from onnxruntime_node import agree, check, expected, found
 
 FLOAT_TYPES = [(np.float32, 1e-5), (np.float16, 2e-3)]
 
@@ -11,7 +11,7 @@ def floats(seed, *shape, dtype=np.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
-@pytest.mark.parametrize("dtype, tolerance", FLOAT_TYPES)
+@pytest.mark.parametrize(("dtype", "tolerance"), FLOAT_TYPES)
 @pytest.mark.parametrize("axis", [-1, 1, 2])
 def test_simplified_layer_normalization(axis, dtype, tolerance):
     x = floats(1, 2, 3, 8, dtype=dtype) * 3
@@ -25,7 +25,7 @@ def test_simplified_layer_normalization_inverse_root():
     check("SimplifiedLayerNormalization", inputs, {"axis": -1}, ("y", "inverse"), domain="ai.onnx")
 
 
-@pytest.mark.parametrize("dtype, tolerance", FLOAT_TYPES)
+@pytest.mark.parametrize(("dtype", "tolerance"), FLOAT_TYPES)
 @pytest.mark.parametrize("skip", [(2, 3, 8), (1, 3, 8), (3, 8)])
 @pytest.mark.parametrize("beta", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
@@ -36,7 +36,7 @@ def test_skip_layer_normalization(bias, beta, skip, dtype, tolerance):
     check("SkipLayerNormalization", inputs, {"epsilon": 1e-3}, ("y", "", "", "sum"), tolerance=tolerance)
 
 
-@pytest.mark.parametrize("dtype, tolerance", FLOAT_TYPES)
+@pytest.mark.parametrize(("dtype", "tolerance"), FLOAT_TYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(2, 3, 8), (5, 8)])
 def test_skip_simplified_layer_normalization(shape, bias, dtype, tolerance):
@@ -59,3 +59,42 @@ def test_embed_layer_normalization(positions, mask, segments):
     inputs += [np.array([[1, 1, 1, 0], [1, 0, 0, 0]], dtype=np.int32) if mask else None]
     inputs += [ids(*positions, rows=6)] if positions else []
     check("EmbedLayerNormalization", inputs, {"epsilon": 1e-3}, ("y", "mask_index", "sum"))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), FLOAT_TYPES)
+@pytest.mark.parametrize("activation", ["silu", "swish", "sigmoid"])
+def test_gated_rms_norm(activation, dtype, tolerance):
+    inputs = [floats(1, 2, 3, 24, dtype=dtype), floats(2, 8, dtype=dtype), floats(3, 2, 3, 24, dtype=dtype)]
+    check("GatedRMSNorm", inputs, {"activation": activation, "epsilon": 1e-3}, tolerance=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), FLOAT_TYPES)
+@pytest.mark.parametrize("scale", [None, (3, 8), (24,), (8,)])
+def test_branchwise_rms_norm(scale, dtype, tolerance):
+    weights = [] if scale is None else [floats(2, *scale, dtype=dtype)]
+    check("BranchwiseRMSNorm", [floats(1, 2, 3, 8, dtype=dtype), *weights], tolerance=tolerance)
+    check("BranchwiseRMSNorm", [floats(1, 2, 24, dtype=dtype), *weights], {"num_branches": 3}, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("activation", [0, 1])
+@pytest.mark.parametrize("channels_last", [0, 1])
+@pytest.mark.parametrize("skip", [None, (2, 12), (2, 4, 5, 12)])
+def test_group_norm(skip, channels_last, activation):
+    """onnxruntime has no CPU kernel of it: its GroupNormalization is the truth, over the sum."""
+    x, gamma, beta = floats(1, 2, 12, 4, 5), floats(2, 12), floats(3, 12)
+    attrs = {"groups": 3, "epsilon": 1e-3}
+    last = np.moveaxis(x, 1, -1).copy()
+    added = None if skip is None else floats(4, *skip)
+    total = last if added is None else last + (added if added.ndim == 4 else added[:, None, None])
+    by_channel = [np.moveaxis(total, -1, 1).copy(), gamma, beta]
+    (truth,) = expected("GroupNormalization", by_channel, {"num_groups": 3, "epsilon": 1e-3}, ("y",), domain="ai.onnx")
+    truth = truth / (1 + np.exp(-truth)) if activation else truth
+    attrs |= {"activation": activation, "channels_last": channels_last}
+    inputs = [last if channels_last else x, gamma, beta]
+    if added is None:
+        (ours,) = found("GroupNorm", inputs, attrs, ("y",))
+    else:
+        added = added if channels_last or added.ndim == 2 else np.moveaxis(added, -1, 1).copy()
+        ours, sums = found("SkipGroupNorm", [*inputs, added], attrs, ("y", "sum"))
+        agree(total if channels_last else by_channel[0], sums, 1e-6)
+    agree(np.moveaxis(truth, 1, -1) if channels_last else truth, ours, 1e-5)

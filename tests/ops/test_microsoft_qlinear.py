@@ -42,7 +42,15 @@ def test_binary(op_type, dtype):
 @TYPES
 def test_unary(dtype):
     x = integers(1, dtype, 2, 128)
-    within_a_step("QLinearSigmoid", [x, *parameters(2, dtype), np.array(1 / 256, dtype=np.float32), np.array(-3 if dtype == np.int8 else 5, dtype=dtype)])
+    within_a_step(
+        "QLinearSigmoid",
+        [
+            x,
+            *parameters(2, dtype),
+            np.array(1 / 256, dtype=np.float32),
+            np.array(-3 if dtype == np.int8 else 5, dtype=dtype),
+        ],
+    )
     within_a_step("QLinearLeakyRelu", [x, *parameters(2, dtype), *parameters(3, dtype)], {"alpha": 0.2})
 
 

@@ -41,7 +41,12 @@ def test_dequantize_linear(shape, attrs, dtype):
 def test_quantize_linear(shape, attrs, dtype):
     x, scale = floats(1, 2, 3, 4), scales(2, *shape)
     check("QuantizeLinear", [x, scale, integers(3, dtype, *shape)], attrs, domain="ai.onnx")
-    check("QuantizeLinear", [x.astype(np.float16), scale.astype(np.float16), integers(3, dtype, *shape)], attrs, domain="ai.onnx")
+    check(
+        "QuantizeLinear",
+        [x.astype(np.float16), scale.astype(np.float16), integers(3, dtype, *shape)],
+        attrs,
+        domain="ai.onnx",
+    )
     check("QuantizeLinear", [x, scale], attrs, domain="ai.onnx")
     check("QuantizeLinear", [x, scale], {**attrs, "output_dtype": TYPES[dtype]}, domain="ai.onnx")
 
@@ -57,7 +62,7 @@ def test_quantize_linear_saturates_and_rounds_halves_to_even(opset):
 
 @pytest.mark.parametrize("kind", [INT4, UINT4])
 def test_four_bits(kind):
-    """A 4-bit tensor lies in bytes here, so output_dtype says its type. onnxruntime's Python cannot give one: numpy does."""
+    """A 4-bit tensor lies in bytes here, so output_dtype says its type. onnxruntime's Python gives none: numpy does."""
     low, high, dtype = (-8, 7, np.int8) if kind == INT4 else (0, 15, np.uint8)
     x, scale = floats(1, 4, 6), scales(2, 4, 3)
     zero_point = np.random.default_rng(3).integers(low, high, size=(4, 3)).astype(dtype)
@@ -65,7 +70,9 @@ def test_four_bits(kind):
     (ours,) = found("QuantizeLinear", [x, scale, zero_point], {**attrs, "output_dtype": kind}, ("y",), domain="ai.onnx")
     blocks = [np.repeat(values, 2, axis=1) for values in (scale, zero_point)]
     np.testing.assert_array_equal(ours, np.clip(np.rint(x / blocks[0]) + blocks[1], low, high))
-    check("DequantizeLinear", [ours, scale, zero_point], attrs, tolerance=1e-7, domain="ai.onnx", types={0: kind, 2: kind})
+    check(
+        "DequantizeLinear", [ours, scale, zero_point], attrs, tolerance=1e-7, domain="ai.onnx", types={0: kind, 2: kind}
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -97,7 +104,13 @@ def test_the_largest_sums_of_integers(k):
 @pytest.mark.parametrize("b_shape", [(), (5,)])
 def test_q_linear_mat_mul(b_shape, a_type):
     for b_type in (np.uint8, np.int8) if a_type == np.uint8 else (np.int8,):
-        inputs = [integers(1, a_type, 2, 3, 40), scales(2), integers(3, a_type), integers(4, b_type, 40, 5), scales(5, *b_shape)]
+        inputs = [
+            integers(1, a_type, 2, 3, 40),
+            scales(2),
+            integers(3, a_type),
+            integers(4, b_type, 40, 5),
+            scales(5, *b_shape),
+        ]
         inputs += [integers(6, b_type, *b_shape), np.array(3.0, dtype=np.float32), integers(7, a_type)]
         check("QLinearMatMul", inputs, domain="ai.onnx")
 
@@ -134,7 +147,13 @@ def test_conv_integer_with_a_zero_point_a_channel():
 def test_q_linear_conv(by_channel, types, attrs, x_shape, w_shape):
     x_type, w_type = types
     shape = (w_shape[0],) if by_channel else ()
-    inputs = [integers(1, x_type, *x_shape), scales(2), integers(3, x_type), integers(4, w_type, *w_shape), scales(5, *shape)]
+    inputs = [
+        integers(1, x_type, *x_shape),
+        scales(2),
+        integers(3, x_type),
+        integers(4, w_type, *w_shape),
+        scales(5, *shape),
+    ]
     zeros = np.full(shape, 0 if w_type == np.int8 else 120, dtype=w_type)
     inputs += [zeros, np.array(2.0, dtype=np.float32), integers(7, x_type)]
     check("QLinearConv", inputs, attrs, domain="ai.onnx")

@@ -1,0 +1,89 @@
+"""Observation: what the values of a decoder are over several sizes of a step, found by walking it without computing anything.
+
+A shape or an axis that a graph computes in ten nodes is one value on the host. Seen over steps of different sizes it shows
+whether it is a constant, and a reshape whether it changes anything. Nothing on the device is evaluated and no weight is read,
+so an observation costs some milliseconds a layer. What rewrites conclude from it the proof of the conversion tests again, on
+other sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_transmuter import ops
+from mlx_transmuter.module import Module, values_of
+from mlx_transmuter.program import Program
+from mlx_transmuter.signature import Signature, SignatureError
+
+# (rows, past, seq): no size stands twice, no two sum to a third that a graph could confuse, and the extremes are in.
+TRIALS = ((2, 7, 3), (1, 96, 5), (3, 21, 1), (5, 0, 11))
+
+
+@dataclass(frozen=True)
+class Observation:
+    """signature: of the program seen. seen: for each trial, its values by name: numpy arrays, or unevaluated `mx.array`s."""
+
+    signature: Signature
+    seen: tuple[dict[str, Any], ...]
+
+    @staticmethod
+    def of(program: Program) -> Observation | None:
+        """The observation of a decoder; None for a program that is none, that takes other inputs, or that cannot be walked."""
+        try:
+            signature = Signature.of(program)
+        except SignatureError:
+            return None
+        if signature.given or signature.branch or not signature.entries:
+            return None
+        zeros = {name: mx.zeros(w.shape, ops.device_dtype(w.dtype)) for name, w in program.weights.items()}
+        module = Module(program, zeros)
+        try:
+            return Observation(signature, tuple(values_of(module, **step(program, signature, *trial)) for trial in TRIALS))
+        except ops.OperatorError:
+            return None
+
+    def constant(self, name: str) -> np.ndarray | None:
+        """The value, if it is on the host and the same in every trial."""
+        first = self.seen[0].get(name)
+        if not isinstance(first, np.ndarray):
+            return None
+        same = all(
+            isinstance(value := one.get(name), np.ndarray) and value.dtype == first.dtype and np.array_equal(value, first)
+            for one in self.seen[1:]
+        )
+        return first if same else None
+
+    def shapes(self, name: str) -> list[tuple[int, ...]] | None:
+        """The value's shape in each trial, or None for a value that is no array."""
+        values = [one.get(name) for one in self.seen]
+        if not all(isinstance(value, (np.ndarray, mx.array)) for value in values):
+            return None
+        return [tuple(value.shape) for value in values]  # type: ignore[union-attr]
+
+    def dtype(self, name: str) -> str | None:
+        """The name of MLX's type of the value on the device, or None for one on the host."""
+        value = self.seen[0].get(name)
+        return str(value.dtype).removeprefix("mlx.core.") if isinstance(value, mx.array) else None
+
+
+def step(program: Program, signature: Signature, rows: int, past: int, seq: int) -> dict[str, mx.array | np.ndarray]:
+    """Inputs of those sizes for one step of the program: zeros, with a full mask."""
+    inputs: dict[str, mx.array | np.ndarray] = {
+        entry.past: mx.zeros(entry.sizes(rows, past), ops.device_dtype(entry.dtype)) for entry in signature.entries
+    }
+    values = {value.name: value for value in program.inputs}
+    shape, dtype = values[signature.tokens].shape, ops.device_dtype(values[signature.tokens].dtype)
+    dim = (shape[-1],) if signature.embeds and shape and isinstance(shape[-1], int) else ()
+    inputs[signature.tokens] = mx.zeros((rows, seq, *dim), dtype)
+    if signature.mask:
+        inputs[signature.mask] = mx.ones((rows, past + seq), ops.device_dtype(values[signature.mask].dtype))
+    if signature.positions:
+        axes = (signature.position_axes,) if signature.position_axes else ()
+        inputs[signature.positions] = mx.broadcast_to(mx.arange(past, past + seq, dtype=mx.int32), (*axes, rows, seq))
+    if signature.keep:
+        inputs[signature.keep] = np.zeros([1] * len(values[signature.keep].shape or ()), np.int64)
+    return inputs

@@ -1,0 +1,80 @@
+"""Settle: what the sizes of a step don't change becomes a constant, and what changes nothing goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from converters.match import Answer, Become, Graph, is_kind
+from converters.observe import Observation
+from mlx_transmuter.program import MAX_CONSTANT_ELEMENTS, Node
+
+# Operators that give their first input's elements in its order: with the same shape they give the input itself.
+_SAME_ELEMENTS = ("Reshape", "Expand", "Slice", "Unsqueeze", "Squeeze", "Flatten", "Identity", "Tile", "Dropout", "Pad")
+
+
+def settle(graph: Graph) -> Iterator[Answer]:
+    """Host values that are the same in steps of every size → constants; nodes that change nothing → their input; the
+    shape of a Reshape that only keeps sizes → a constant with 0 (as it was) and -1 (the rest)."""
+    seen = Observation.of(graph.program)
+    if seen is None:
+        return
+    for node in graph.nodes:
+        values = {name: seen.constant(name) for name in node.outputs if name}
+        known = {name: value for name, value in values.items() if value is not None and value.size <= MAX_CONSTANT_ELEMENTS}
+        if known and len(known) == len(values):
+            yield Become(node, (), constants=known)
+        elif (source := _unchanged(graph, seen, node)) is not None:
+            yield Become(node, (), aliases={node.outputs[0]: source})
+        elif is_kind(node, "Reshape") and graph.constant(node.inputs[1]) is None:
+            shape = _kept_shape(seen, node)
+            if shape is not None:
+                name = f"{node.outputs[0]}.shape"
+                attrs = {key: value for key, value in node.attrs.items() if key != "allowzero"}
+                yield Become(
+                    node,
+                    (Node(node.op, (node.inputs[0], name), node.outputs, attrs, node.name),),
+                    constants={name: np.array(shape, np.int64)},
+                )
+
+
+def _unchanged(graph: Graph, seen: Observation, node: Node) -> str | None:
+    """The input that the node gives as it is, or None."""
+    source, output = node.inputs[0] if node.inputs else "", node.outputs[0]
+    if not source or seen.dtype(source) is None or seen.dtype(source) != seen.dtype(output):
+        other = node.inputs[1] if len(node.inputs) == 2 else ""
+        if not (is_kind(node, "Mul") and other and seen.dtype(other) == seen.dtype(output)):
+            return None
+        source = other
+    if seen.shapes(source) != seen.shapes(output) or any(name for name in node.outputs[1:]):
+        return None
+    if any(is_kind(node, kind) for kind in _SAME_ELEMENTS):
+        steps = graph.constant(node.inputs[4]) if is_kind(node, "Slice") and len(node.inputs) > 4 else None
+        return source if steps is None or (steps > 0).all() else None
+    if is_kind(node, "Cast") or (is_kind(node, "Concat") and len(node.inputs) == 1):
+        return source
+    if is_kind(node, "Transpose"):
+        perm = list(node.attrs.get("perm", ()))
+        return source if perm == sorted(perm) and perm else None
+    if is_kind(node, "Mul"):
+        factors = [graph.constant(name) for name in node.inputs if name != source]
+        return source if len(factors) == 1 and factors[0] is not None and (factors[0] == 1).all() else None
+    return None
+
+
+def _kept_shape(seen: Observation, node: Node) -> list[int] | None:
+    """A constant shape that means the same in every trial, or None."""
+    before, after = seen.shapes(node.inputs[0]), seen.shapes(node.outputs[0])
+    if before is None or after is None:
+        return None
+    shape = []
+    for axis in range(len(after[0])):
+        sizes = {one[axis] for one in after}
+        if len(sizes) == 1:
+            shape.append(sizes.pop())
+        elif all(axis < len(old) and old[axis] == new[axis] for old, new in zip(before, after, strict=True)):
+            shape.append(0)
+        else:
+            shape.append(-1)
+    return shape if shape.count(-1) <= 1 and not any(size == 0 and len({o[i] for o in after}) == 1 for i, size in enumerate(shape)) else None

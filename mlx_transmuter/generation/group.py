@@ -1,0 +1,90 @@
+"""The prompts of a batch that share one run of the decoder: their parts, steps and forks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_transmuter.generation.batch import Batch
+from mlx_transmuter.generation.host import HostView
+from mlx_transmuter.generation.rows import prompt_parts
+from mlx_transmuter.generation.state import State
+
+
+class Group:
+    """A run of the decoder for the prompts `members`; the rows of the batch's other prompts only pad.
+
+    Prompt i has the rows i × width to i × width + width - 1: its beams, or the texts sampled for it.
+    """
+
+    def __init__(self, batch: Batch, members: Sequence[int]):
+        self.batch, self.members, self.width = batch, members, batch.settings.width
+        decoder, self.selection = batch.gen.decoder, batch.gen.selection
+        self.all = range(batch.gen.batch_size * self.width)
+        self.rows = [row for row in self.all if row // self.width in members]
+        self.lengths = [0] * len(self.all)
+        total = [0] * len(self.all)
+        for row in self.rows:
+            size = len(batch.prompts[row // self.width]) + batch.limits[row // self.width]
+            total[row] = min(size, decoder.max_positions or size)
+        inputs = batch.inputs
+        if self.width > 1:
+            inputs = {name: mx.repeat(array, self.width, axis=0) for name, array in inputs.items()}
+        self.run = decoder.begin(total, inputs, paged=self.width > 1)
+        self.host = HostView(batch.settings, batch.ctx.processors, decoder.vocab, batch.prompts, batch.sources)
+
+    def prefill(self) -> mx.array | None:
+        """The logits after the prompts, [rows, vocab]; None if the run was cancelled.
+
+        A prompt runs in the first of its rows alone, and the others then continue it. Of the logits only those of a
+        row's last token are kept, from the part in which it came.
+        """
+        prompts = {prompt * self.width: self.batch.prompts[prompt] for prompt in self.members}
+        start, last = 0, None
+        for part in prompt_parts(max(map(len, prompts.values())), self.batch.ctx.prefill_step_size):
+            if self.batch.cancelled:
+                return None
+            tokens = np.zeros((len(self.all), part), np.int32)
+            counts = [0] * len(self.all)
+            for row, prompt in prompts.items():
+                piece = prompt[start : start + part]
+                tokens[row, : len(piece)] = piece
+                counts[row] = len(piece)
+            logits = self.step(tokens, counts)
+            start += part
+            ends = np.array([counts[row] > 0 and len(prompts[row]) <= start for row in self.all])
+            if ends.any():
+                last = logits if last is None else mx.where(mx.array(ends)[:, None], logits, last)
+            del logits
+            self.run.evaluate(*([] if last is None else [last]))
+        assert last is not None  # a group has prompts, and they have tokens
+        if self.width == 1:
+            return last
+        parents = [row // self.width * self.width for row in self.all]
+        self.fork(parents)
+        return last[mx.array(parents)]
+
+    def step(self, tokens: np.ndarray | mx.array, counts: list[int]) -> mx.array:
+        """The logits [rows, vocab] after tokens, int32 [rows, n], of which row r has the first counts[r]."""
+        places = None
+        if self.batch.positions is not None:
+            places = self.batch.positions.at(self.lengths, tokens.shape[1], self.width)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        return self.run.step(tokens, counts, places)
+
+    def fork(self, parents: list[int]) -> None:
+        """Row r continues row parents[r] from now on."""
+        if parents != list(self.all):
+            self.run.fork(parents)
+            self.lengths = [self.lengths[parent] for parent in parents]
+
+    def state(self, keys: list[mx.array]) -> tuple[State, State]:
+        """What the processors know of the rows after their prompts, and the part of it that stays fixed."""
+        batch = self.batch
+        prompts = [batch.prompts[row // self.width] for row in self.all]
+        sources = [batch.sources[row // self.width] for row in self.all]
+        # Where positions end first, max_length still is what was asked for.
+        ends = [len(prompt) + batch.ctx.new_tokens(len(prompt)) if prompt else 0 for prompt in prompts]
+        return self.selection.begin(prompts, sources, ends, keys)

@@ -1,0 +1,78 @@
+"""Attention over the pools of a cache: what the converter makes of a graph's past, present, mask and softmax.
+
+`index` is a CacheIndex; `lanes` is the same index over pools that keep the heads apart (`CacheIndex.heads`).
+"""
+
+import mlx.core as mx
+
+from mlx_transmuter.ops.registry import op
+
+
+@op("mlx.visible")
+def visible(index, *, window: int = 0):
+    """Which columns each token sees: bool [rows, 1, seq, context]. window: only the last so many positions; 0 for all."""
+    return (index.window(window) if window else index).visible()
+
+
+@op("mlx.positions")
+def positions(index):
+    """The positions of the step's tokens, int32 [rows, seq]; padding has position 0."""
+    return index.positions()
+
+
+@op("mlx.alibi")
+def alibi(index, seen, *, slopes):
+    """seen [rows, 1, seq, context] as an additive mask [rows, heads, seq, context] with a slope per head on the distance.
+
+    Press et al. 2022. The distance is that of positions: column minus the token's position.
+    """
+    columns = mx.arange(index.context, dtype=mx.int32)
+    distance = (columns - index.positions()[:, :, None])[:, None].astype(mx.float32)
+    bias = mx.array(slopes, mx.float32)[:, None, None] * distance
+    # The lowest number, not -inf: the row of a padding token sees nothing, and must not become NaN.
+    return mx.where(seen, bias, mx.array(mx.finfo(mx.float32).min, mx.float32))
+
+
+@op("mlx.attention")
+def attention(q, k, v, keys, values, lanes, seen, *, scale: float, softcap: float = 0.0):
+    """Attention of q over what the cache holds, this step's k and v included: (output, keys', values').
+
+    q [rows, heads, seq, dim]; k, v [rows, kv, seq, dim]; keys, values: pools [kv · slots, dim]; seen: bool
+    [rows, 1, seq, context] or an additive mask [rows, heads, seq, context]. softcap: scores become c · tanh(score / c).
+    The output is [rows, heads, seq, dim]; heads share the keys of heads / kv heads. q may come as [rows · heads, seq, dim];
+    so does the output then.
+    """
+    rows, kv, seq, dim = k.shape
+    if q.ndim == 3:
+        out, keys, values = attention(q.reshape(rows, -1, seq, dim), k, v, keys, values, lanes, seen, scale=scale, softcap=softcap)
+        return out.reshape(q.shape[0], seq, -1), keys, values
+    keys = lanes.store(k.reshape(rows * kv, seq, dim), keys)
+    values = lanes.store(v.reshape(rows * kv, seq, v.shape[3]), values)
+    # The pools of a run are its own and hold no NaN, so columns that nobody sees needn't be made zero.
+    k = lanes.read(keys, zero=False).reshape(rows, kv, -1, dim)
+    v = lanes.read(values, zero=False).reshape(rows, kv, -1, v.shape[3])
+    if softcap:
+        return _capped(q, k, v, seen, scale, softcap), keys, values
+    if seen.dtype != mx.bool_:
+        seen = seen.astype(q.dtype)
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=seen), keys, values
+
+
+def _capped(q, k, v, seen, scale: float, softcap: float):
+    """The explicit form, for scores that are bounded before the softmax, which mx.fast has no form of."""
+    rows, heads, seq, dim = q.shape
+    kv = k.shape[1]
+    scores = (q * scale).reshape(rows, kv, -1, dim) @ k.swapaxes(2, 3)
+    scores = mx.tanh(scores * (1 / softcap)) * softcap
+    scores = scores.reshape(rows, heads, seq, -1)
+    lowest = mx.array(mx.finfo(scores.dtype).min, scores.dtype)
+    scores = mx.where(seen, scores, lowest) if seen.dtype == mx.bool_ else scores + seen.astype(scores.dtype)
+    weights = mx.softmax(scores, axis=-1, precise=True)
+    return (weights.reshape(rows, kv, -1, weights.shape[3]) @ v).reshape(rows, heads, seq, -1)
+
+
+@op("mlx.last")
+def last(x, ends):
+    """x [rows, seq, dim] at the last real token of each row, ends int32 [rows]: [rows, 1, dim]."""
+    at = mx.broadcast_to(ends[:, None, None], (x.shape[0], 1, x.shape[2]))
+    return mx.take_along_axis(x, at, axis=1)

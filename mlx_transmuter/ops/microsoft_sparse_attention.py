@@ -1,0 +1,71 @@
+"""com.microsoft SparseAttention: grouped heads that see blocks of their past, as Phi-3-small lays them out."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_transmuter.ops.attention import join_heads
+from mlx_transmuter.ops.microsoft_buffers import written
+from mlx_transmuter.ops.microsoft_gqa import grouped_heads
+from mlx_transmuter.ops.microsoft_rotary import angles, rotate
+from mlx_transmuter.ops.microsoft_scores import attend, numbers
+from mlx_transmuter.ops.registry import Host, op
+
+
+@op("com.microsoft.SparseAttention-1")
+def sparse_attention(
+    query,
+    key,
+    value,
+    past_key,
+    past_value,
+    block_row_indices: Host,
+    block_col_indices: Host,
+    total_sequence_length,
+    key_total_sequence_lengths,
+    cos_cache=None,
+    sin_cache=None,
+    *,
+    kv_num_heads: int,
+    num_heads: int,
+    sparse_block_size: int,
+    do_rotary: int = 0,
+    rotary_interleaved: int = 0,
+    scale: float = 0.0,
+):
+    """Causal attention over the buffers, each head over the blocks of its layout; and the buffers with the new tokens.
+
+    query, key, value: [batch, seq, heads · dim], or packed in query; past_key, past_value: [batch, kv heads, capacity,
+    dim]; key_total_sequence_lengths: int32 [batch], the tokens that a row holds after the step. Layout l is the CSR
+    matrix of block_row_indices [layouts, blocks + 1] and block_col_indices [layouts, most]: which blocks of keys a
+    block of queries sees; head h has layout h mod layouts. Abdin et al. 2024; com.microsoft SparseAttention-1.
+    """
+    q, k, v = grouped_heads(query, key, value, num_heads, kv_num_heads)
+    batch, _, seq, dim = q.shape
+    capacity = past_key.shape[2]
+    start = mx.maximum(key_total_sequence_lengths.reshape(batch) - seq, 0)
+    positions = start[:, None] + numbers(seq)[None]
+    if do_rotary:
+        cos, sin = angles(cos_cache, positions), angles(sin_cache, positions)
+        q, k = rotate(q, cos, sin, bool(rotary_interleaved)), rotate(k, cos, sin, bool(rotary_interleaved))
+    k, v = written(past_key, k, start, capacity), written(past_value, v, start, capacity)
+
+    layouts = _layouts(block_row_indices, block_col_indices, -(-capacity // sparse_block_size))
+    block = mx.clip(positions // sparse_block_size, 0, layouts.shape[1] - 1)
+    seen = mx.take(mx.array(layouts), block, axis=1).swapaxes(0, 1)  # [batch, layouts, seq, blocks]
+    seen = mx.repeat(seen, sparse_block_size, axis=-1)[..., :capacity]
+    seen = mx.tile(seen, (1, num_heads // layouts.shape[0], 1, 1))
+    columns = numbers(capacity)
+    visible = seen & (columns <= positions[:, None, :, None])
+    return join_heads(attend(q, k, v, scale or 1 / math.sqrt(dim), visible=visible)), k, v
+
+
+def _layouts(rows: np.ndarray, columns: np.ndarray, blocks: int) -> np.ndarray:
+    """The layouts as bool [layouts, blocks, blocks], of as many blocks as the buffers have."""
+    dense = np.zeros((rows.shape[0], blocks, blocks), dtype=bool)
+    for layout in range(rows.shape[0]):
+        for row in range(min(rows.shape[1] - 1, blocks)):
+            seen = columns[layout, rows[layout, row] : rows[layout, row + 1]]
+            dense[layout, row, seen[seen < blocks]] = True
+    return dense

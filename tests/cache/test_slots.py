@@ -1,0 +1,258 @@
+"""Slots against a plain model that remembers which tokens each slot holds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mlx_transmuter.cache import CacheError, CacheIndex, Slots
+
+TOKENS = st.lists(st.integers(0, 1), max_size=9)  # few ids, so that prompts begin alike
+
+
+class Model(RuleBasedStateMachine):
+    """memory[slot] is the prefix whose last token's keys and values the slot holds, as a step and its copies leave it."""
+
+    @initialize(block=st.integers(1, 3), blocks=st.integers(0, 8))
+    def begin(self, block: int, blocks: int):
+        self.slots = Slots(block * blocks, block)
+        self.memory: dict[int, tuple] = {}
+        self.sequences: dict[int, list] = {}
+        self.kept: set[tuple] = set()
+        self.unknown = 0
+
+    def pick(self, data) -> int:
+        return data.draw(st.sampled_from(sorted(self.sequences)))
+
+    def table(self, sequence: int) -> list[int]:
+        return self.slots.table([sequence], max(1, len(self.sequences[sequence])))[0].tolist()
+
+    def grown(self, sequence: int, tokens: list, told: bool):
+        """append, then the copies it asks for, then the step that stores the tokens."""
+        had = self.sequences[sequence]
+        before = (self.slots.free_slots, self.everything())
+        try:
+            copies = self.slots.append(sequence, tokens if told else len(tokens))
+        except CacheError as error:
+            assert f"{before[0]} of {self.slots.slots} free" in str(error)
+            assert (self.slots.free_slots, self.everything()) == before
+            assert len(tokens) > before[0] - 2 * self.slots.block
+            return
+        taken = {slot for other in self.sequences if other != sequence for slot in self.table(other) if slot >= 0}
+        assert len(copies) < self.slots.block
+        for source, target in copies:
+            assert target not in taken
+            self.memory[target] = self.memory[source]
+        if not told:
+            tokens = [("unknown", self.unknown + i) for i in range(len(tokens))]
+            self.unknown += len(tokens)
+        self.sequences[sequence] = had + tokens
+        for position in range(len(had), len(had) + len(tokens)):
+            slot = self.table(sequence)[position]
+            assert slot not in taken, "a shared slot is never written"
+            self.memory[slot] = tuple(self.sequences[sequence][: position + 1])
+
+    def everything(self) -> dict[int, list[int]]:
+        return {sequence: self.table(sequence) for sequence in self.sequences}
+
+    @rule(prompt=TOKENS, stores=st.booleans())
+    def open(self, prompt: list[int], stores: bool):
+        sequence, found = self.slots.open(prompt)
+        assert found % self.slots.block == 0
+        assert found < max(1, len(prompt))
+        assert found == 0 or tuple(prompt[:found]) in self.kept
+        self.sequences[sequence] = prompt[:found]
+        if stores:
+            self.grown(sequence, prompt[found:], told=True)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), tokens=TOKENS, told=st.booleans())
+    def append(self, data, tokens: list[int], told: bool):
+        self.grown(self.pick(data), tokens, told)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def fork(self, data):
+        sequence = self.pick(data)
+        length = data.draw(st.none() | st.integers(0, len(self.sequences[sequence])))
+        free = self.slots.free_slots
+        forked = self.slots.fork(sequence, length)
+        assert self.slots.free_slots == free, "nothing is copied"
+        self.sequences[forked] = self.sequences[sequence][:length]
+        assert self.table(forked)[: len(self.sequences[forked])] == self.table(sequence)[: len(self.sequences[forked])]
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def trim(self, data):
+        sequence = self.pick(data)
+        length = data.draw(st.integers(0, len(self.sequences[sequence])))
+        self.slots.trim(sequence, length)
+        del self.sequences[sequence][length:]
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def keep(self, data):
+        sequence = self.pick(data)
+        self.slots.keep(sequence)
+        tokens = self.sequences[sequence]
+        for end in range(self.slots.block, len(tokens) + 1, self.slots.block):
+            if any(isinstance(t, tuple) for t in tokens[:end]):
+                break
+            self.kept.add(tuple(tokens[:end]))
+        if not any(isinstance(t, tuple) for t in tokens):
+            again, found = self.slots.open([*tokens, 0])
+            assert found == len(tokens) // self.slots.block * self.slots.block, "what was kept just now is found"
+            self.slots.free(again)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def free(self, data):
+        sequence = self.pick(data)
+        self.slots.free(sequence)
+        del self.sequences[sequence]
+        with pytest.raises(CacheError, match="an open one"):
+            self.slots.length(sequence)
+
+    @rule(more=st.integers(0, 2))
+    def grow(self, more: int):
+        free = self.slots.free_slots
+        self.slots.grow(self.slots.slots + more * self.slots.block)
+        assert self.slots.free_slots == free + more * self.slots.block
+
+    @invariant()
+    def every_column_holds_its_own_prefix(self):
+        """So a slot has two owners only at one column after the same tokens."""
+        for sequence, tokens in getattr(self, "sequences", {}).items():
+            assert self.slots.length(sequence) == len(tokens)
+            for position, slot in enumerate(self.table(sequence)[: len(tokens)]):
+                assert 0 <= slot < self.slots.slots
+                held, wanted = self.memory[slot], tuple(tokens[: position + 1])
+                assert held == wanted
+
+    @invariant()
+    def no_slot_is_lost(self):
+        """The blocks that no sequence has are those an append can get."""
+        if not hasattr(self, "slots"):
+            return
+        owned = {slot // self.slots.block for table in self.everything().values() for slot in table if slot >= 0}
+        assert len(owned) * self.slots.block + self.slots.free_slots == self.slots.slots
+
+
+Model.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestModel = Model.TestCase
+
+
+def prompt(slots: Slots, tokens: list[int]) -> int:
+    """A prompt that ran: opened, appended and kept."""
+    sequence, found = slots.open(tokens)
+    slots.append(sequence, tokens[found:])
+    slots.keep(sequence)
+    return sequence
+
+
+def test_all_free_slots_can_be_had():
+    """Also those of kept blocks, to the last."""
+    slots = Slots(12, 3)
+    slots.free(prompt(slots, list(range(7))))
+    assert slots.free_slots == 12
+    sequence, _ = slots.open()
+    slots.append(sequence, 12)
+    assert sorted(slots.table([sequence], 12)[0].tolist()) == list(range(12))
+    assert slots.free_slots == 0
+
+
+def test_a_full_pool_says_how_many_were_wanted_and_how_many_there_are():
+    slots = Slots(8, 4)
+    sequence, _ = slots.open()
+    slots.append(sequence, 3)
+    with pytest.raises(CacheError, match=r"8 slots wanted and 4 of 8 free[^\n]*\n.*grow the slots"):
+        slots.append(sequence, [1] * 6)
+    assert slots.length(sequence) == 3
+    slots.grow(12)
+    slots.append(sequence, [1] * 6)
+    assert slots.length(sequence) == 9
+
+
+def test_the_least_recently_used_prompt_goes_first_and_its_end_before_its_beginning():
+    slots = Slots(8, 2)
+    first, second = [1, 2, 3, 4], [5, 6, 7, 8]
+    slots.free(prompt(slots, first))
+    slots.free(prompt(slots, second))
+    used, found = slots.open([*first, 0])  # ... and so the second is now the least recently used
+    assert found == 4
+    slots.free(used)
+    other, _ = slots.open()
+    slots.append(other, 2)
+    assert [slots.open([*tokens, 0])[1] for tokens in (first, second)] == [4, 2]
+
+
+def test_tokens_whose_hashes_collide_are_told_apart():
+    """hash(2**61 - 1) is hash(0) in CPython: the tokens are compared, and so is the whole prefix before them."""
+    big = 2**61 - 1
+    assert hash((0, (0, 1))) == hash((0, (big, 1)))
+    slots = Slots(16, 2)
+    prompt(slots, [0, 1, 3, 4])
+    assert slots.open([big, 1, 3, 4, 9])[1] == 0
+    prompt(slots, [big, 1, 5, 6])
+    assert slots.open([0, 1, 5, 6, 9])[1] == 2
+    assert slots.open([big, 1, 5, 6, 9])[1] == 4
+
+
+def test_a_fork_copies_only_a_partly_filled_block_and_only_when_it_is_written():
+    slots = Slots(16, 4)
+    sequence, _ = slots.open()
+    slots.append(sequence, [1, 2, 3, 4, 5, 6])
+    forks = [slots.fork(sequence) for _ in range(2)]
+    assert slots.free_slots == 8
+    old = slots.table([sequence], 6)[0]
+    copies = slots.append(forks[0], [7])
+    new = slots.table([forks[0]], 7)[0]
+    assert copies == [(old[4], new[4]), (old[5], new[5])]
+    assert new[:4].tolist() == old[:4].tolist()
+    slots.free(sequence)
+    assert slots.append(forks[1], [8]) == [], "the last of its owners writes where it is"
+    slots = Slots(16, 1)
+    sequence, _ = slots.open()
+    slots.append(sequence, [1, 2, 3])
+    forked = slots.fork(sequence)
+    assert slots.append(sequence, [4]) == slots.append(forked, [5]) == [], "in blocks of one nothing is ever copied"
+
+
+def test_a_table_is_what_an_index_takes():
+    """int32, -1 after the tokens, a row of -1 for no sequence; a context too short is an error."""
+    slots = Slots(6, 2)
+    sequence, _ = slots.open()
+    slots.append(sequence, [1, 2, 3])
+    table = slots.table([sequence, None], 5)
+    assert table.dtype == np.int32
+    assert table.shape == (2, 5)
+    assert table[1].tolist() == [-1] * 5
+    assert table[0, 3:].tolist() == [-1, -1]
+    assert CacheIndex.make([[2], [-1]], table).mask().sum().item() == 3
+    with pytest.raises(CacheError, match="at least 3"):
+        slots.table([sequence], 2)
+
+
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        (lambda s: Slots(4, 0), "block"),
+        (lambda s: Slots(5, 2), "multiple"),
+        (lambda s: Slots(-1), "slots"),
+        (lambda s: s.grow(2), "at least 4"),
+        (lambda s: s.append(9, [1]), "open one"),
+        (lambda s: s.fork(9), "open one"),
+        (lambda s: s.free(9), "open one"),
+        (lambda s: s.open([-1]), "tokens"),
+        (lambda s: s.open(3), "token ids"),
+        (lambda s: s.append(s.open()[0], -1), "tokens"),
+        (lambda s: s.fork(s.open()[0], 1), "at most 0"),
+        (lambda s: s.trim(s.open()[0], 1), "at most 0"),
+    ],
+)
+def test_a_wrong_argument_raises(act, says: str):
+    with pytest.raises(CacheError, match=says):
+        act(Slots(4, 2))

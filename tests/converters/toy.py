@@ -1,0 +1,121 @@
+"""The smallest decoder that converts: one layer of causal attention with a cache, as ONNX, changed at will by the tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+
+VOCAB, DIM = 16, 8
+
+
+def weights(seed: int = 0) -> dict[str, np.ndarray]:
+    """The arrays of the toy by name."""
+    draw = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return draw.normal(size=shape).astype(np.float32)
+
+    return {
+        "model.embed.weight": normal(VOCAB, DIM),
+        "onnx::MatMul_1": normal(DIM, DIM),
+        "head.weight": normal(DIM, VOCAB),
+        "head.bias": normal(VOCAB),
+    }
+
+
+def decoder(opset: int = 18, seed: int = 0) -> ModelProto:
+    """ids [batch, seq], position_ids, attention_mask [batch, total], past [batch, 1, past, 8] → logits, present.
+
+    Softmax(q · present) · present over the columns that the mask shows and that are not later; q = (E[ids] + positions) · W.
+    """
+    i64, f32 = TensorProto.INT64, TensorProto.FLOAT
+
+    def node(op, inputs, outputs, name=None, **attrs):
+        return helper.make_node(op, inputs, outputs, name=name or f"/model/{op}_{outputs[0]}", **attrs)
+
+    nodes = [
+        node("Gather", ["model.embed.weight", "input_ids"], ["embedded"]),
+        node("Cast", ["position_ids"], ["place"], to=f32),
+        node("Unsqueeze", ["place", "last"], ["places"]),
+        node("Mul", ["places", "tenth"], ["rotated"]),
+        node("Add", ["embedded", "rotated"], ["x"]),
+        node("MatMul", ["x", "onnx::MatMul_1"], ["q"], "/model/layers.0/self_attn/q_proj/MatMul"),
+        node("Unsqueeze", ["q", "one"], ["q4"]),
+        node("Concat", ["past_key_values.0.key", "q4"], ["present.0.key"], axis=2),
+        node("Transpose", ["present.0.key"], ["keys"], perm=[0, 1, 3, 2]),
+        node("MatMul", ["q4", "keys"], ["scores"]),
+        # The mask: column j of token i is seen where the mask shows it and j <= past + i.
+        node("Shape", ["past_key_values.0.key"], ["past_shape"]),
+        node("Gather", ["past_shape", "two"], ["past"]),
+        node("Shape", ["attention_mask"], ["mask_shape"]),
+        node("Gather", ["mask_shape", "one0"], ["total"]),
+        node("Range", ["past", "total", "one0"], ["rows"]),
+        node("Unsqueeze", ["rows", "one"], ["rows1"]),
+        node("Range", ["zero0", "total", "one0"], ["columns"]),
+        node("LessOrEqual", ["columns", "rows1"], ["causal"]),
+        node("Cast", ["attention_mask"], ["shown"], to=TensorProto.BOOL),
+        node("Unsqueeze", ["shown", "heads"], ["shown4"]),
+        node("And", ["causal", "shown4"], ["seen"]),
+        node("Where", ["seen", "scores", "low"], ["masked"]),
+        node("Softmax", ["masked"], ["weights"], axis=-1),
+        node("MatMul", ["weights", "present.0.key"], ["mixed4"]),
+        node("Squeeze", ["mixed4", "one"], ["mixed"]),
+        node("MatMul", ["mixed", "head.weight"], ["product"], "/head/MatMul"),
+        node("Add", ["product", "head.bias"], ["logits"], "/head/Add"),
+    ]
+    constants = {
+        "last": np.array([-1]), "one": np.array([1]), "heads": np.array([1, 2]), "two": np.array(2), "one0": np.array(1),
+        "zero0": np.array(0), "tenth": np.array(0.1, np.float32), "low": np.array(-1e9, np.float32),
+    }  # fmt: skip
+    arrays = {**weights(seed), **constants}
+    inputs = [
+        helper.make_tensor_value_info("input_ids", i64, ["batch_size", "seq"]),
+        helper.make_tensor_value_info("attention_mask", i64, ["batch_size", "total"]),
+        helper.make_tensor_value_info("position_ids", i64, ["batch_size", "seq"]),
+        helper.make_tensor_value_info("past_key_values.0.key", f32, ["batch_size", 1, "past_len", DIM]),
+    ]
+    results = [
+        helper.make_tensor_value_info("logits", f32, ["batch_size", "seq", VOCAB]),
+        helper.make_tensor_value_info("present.0.key", f32, ["batch_size", 1, "total", DIM]),
+    ]
+    initializers = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
+    graph = helper.make_graph(nodes, "toy", inputs, results, initializers)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=9)
+
+
+def write(folder: Path, model: ModelProto, name: str = "model.onnx", external: bool = False) -> Path:
+    """The model in the folder, with its four weights in one external file if asked; gives the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if external:
+        model = type(model).FromString(model.SerializeToString())
+        data = b""
+        for tensor in model.graph.initializer:
+            if tensor.name in weights():
+                place(tensor, f"{name}_data", len(data), len(tensor.raw_data))
+                data += tensor.raw_data
+                tensor.ClearField("raw_data")
+        (folder / f"{name}_data").write_bytes(data)
+    (folder / name).write_bytes(model.SerializeToString())
+    return folder
+
+
+def place(tensor: TensorProto, location: str, offset: int | None = None, length: int | None = None) -> None:
+    """Says of the tensor that its data lies in an external file."""
+    tensor.data_location = TensorProto.EXTERNAL
+    del tensor.external_data[:]
+    for key, value in (("location", location), ("offset", offset), ("length", length)):
+        if value is not None:
+            tensor.external_data.add(key=key, value=str(value))
+
+
+def initializer(model: ModelProto, name: str) -> TensorProto:
+    """The initialiser of that name."""
+    return next(tensor for tensor in model.graph.initializer if tensor.name == name)
+
+
+def node(model: ModelProto, output: str) -> onnx.NodeProto:
+    """The node that gives that value."""
+    return next(one for one in model.graph.node if output in one.output)

@@ -1,0 +1,344 @@
+"""The loop: ragged batches against the plain loops, groups, what is told and when, stops, cancelling, running ahead."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from fake_decoder import logits_after
+from fake_runs import VOCAB, compiled, model, results, texts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_loops import greedy
+
+from mlx_transmuter import generation
+from mlx_transmuter.generation import GenerationError, Token
+
+PROMPTS = [[3, 4, 5], [6], [], [7, 8, 9, 3, 3, 3, 4, 11, 12, 13, 2], [5, 5]]
+EOS = [0, 1, 2]
+FAKES = [{}, {"by_length": True}, {"runs_ahead": True}, {"by_length": True, "runs_ahead": True}, {"dtype": mx.float16}]
+
+OPTIONS = {
+    "repetition_penalty": st.sampled_from([0.5, 1.3]),
+    "no_repeat_ngram_size": st.integers(1, 3),
+    "encoder_no_repeat_ngram_size": st.integers(1, 3),
+    "encoder_repetition_penalty": st.sampled_from([0.6, 2.0]),
+    "bad_words_ids": st.just([[3], [4, 5], [6, 7, 8], [5, 5]]),
+    "sequence_bias": st.just([[[9], 2.5], [[9, 9], -6.0], [[3, 4], 5.0]]),
+    "min_length": st.integers(1, 9),
+    "min_new_tokens": st.integers(1, 9),
+    "forced_bos_token_id": st.just(7),
+    "forced_eos_token_id": st.sampled_from([1, 9]),
+    "suppress_tokens": st.just([4, 8, 12]),
+    "begin_suppress_tokens": st.just([3, 5, 7, 9, 11]),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=9), min_size=1, max_size=5),
+    options=st.fixed_dictionaries({}, optional=OPTIONS),
+    fake=st.sampled_from(FAKES[:4]),
+    step=st.sampled_from([None, 1, 4]),
+)
+def test_a_ragged_batch_gives_each_row_what_plain_loops_give_it(prompts, options, fake, step):
+    options = {**options, "max_new_tokens": 8, "eos_token_id": EOS}
+    gen = compiled(len(prompts), fake=fake, prefill_step_size=step, token_logprobs=True, **options)
+    _, found = results(gen, prompts)
+    for prompt, result in zip(prompts, found, strict=True):
+        if not prompt:
+            assert result.tokens == []
+            continue
+        tokens, logprobs, reason = greedy(lambda tokens: logits_after(tokens, VOCAB), prompt, **options)
+        assert [token.id for token in result.tokens] == tokens
+        np.testing.assert_allclose([token.logprob for token in result.tokens], logprobs, atol=1e-4)
+        assert result.finish_reason == reason
+
+
+@pytest.mark.parametrize("fake", FAKES)
+def test_what_is_told_adds_up_to_the_texts(fake):
+    gen = compiled(5, fake=fake, max_new_tokens=7, eos_token_id=EOS, token_logprobs=True)
+    told: list[list[tuple[int, float]]] = [[] for _ in PROMPTS]
+    ended = [False] * len(PROMPTS)
+    events = []
+    rows = generation.generate(gen, PROMPTS, [0] * 5, on_token=events.append)
+    for event in events:
+        assert set(event) == {"token", "finished", "logprob"}
+        assert event["token"].dtype == np.int32
+        assert event["finished"].dtype == bool
+        assert event["logprob"].dtype == np.float32
+        for row in range(5):
+            token = int(event["token"][row])
+            assert np.isnan(event["logprob"][row]) == (token == -1)
+            assert not (ended[row] and token >= 0)
+            if token >= 0:
+                told[row].append((token, float(event["logprob"][row])))
+            ended[row] = bool(event["finished"][row])
+    assert all(ended)
+    assert [[Token(*pair) for pair in row] for row in told] == rows
+    assert any(len(row) < 7 for row in rows if row)
+    assert any(len(row) == 7 for row in rows)
+
+
+def test_without_log_probabilities_none_are_told():
+    events = []
+    rows = generation.generate(compiled(1, max_new_tokens=3), [[3]], [0], on_token=events.append)
+    assert [set(event) for event in events] == [{"token", "finished"}] * 3
+    assert [token.logprob for token in rows[0]] == [None] * 3
+
+
+def test_the_steps_of_a_batch_are_the_parts_of_its_longest_prompt_and_a_token_each():
+    gen = compiled(3, max_new_tokens=4)
+    results(gen, [[3] * 13, [4] * 9, []])
+    (run,) = gen.decoder.runs
+    assert run.total == [17, 13, 0]
+    assert run.steps == [(8, [8, 8, 0]), (4, [4, 1, 0]), (1, [1, 0, 0]), *[(1, [1, 1, 0])] * 3]
+    assert run.closed
+
+
+def test_a_finished_row_pads_and_the_others_go_on():
+    gen = compiled(2, max_new_tokens=9, eos_token_id=[1, 2])
+    _, (first, second) = results(gen, [[3, 4], [7]])
+    assert len(first.tokens) != len(second.tokens)
+    assert (first.finish_reason, second.finish_reason) == ("stop", "stop")
+    short, long = sorted((len(first.tokens), len(second.tokens)))
+    assert [sum(counts) for _, counts in gen.decoder.runs[0].steps[1:]] == [2] * short + [1] * (long - short)
+
+
+def test_groups_run_one_after_the_other_with_the_others_as_padding():
+    gen = compiled(4, fake={"by_length": True}, max_new_tokens=3)
+    steps, _ = results(gen, [[3, 4], [5], [6, 7], []])
+    first, second = gen.decoder.runs
+    assert [counts for _, counts in first.steps] == [[0, 1, 0, 0]] * 3
+    assert [counts for _, counts in second.steps] == [[2, 0, 2, 0], [1, 0, 1, 0], [1, 0, 1, 0]]
+    assert (first.total, second.total) == ([0, 4, 0, 0], [5, 0, 5, 0])
+    assert [step.finished.tolist() for step in steps[2:4]] == [[False, True, False, True]] * 2
+    assert [(step.token >= 0).tolist() for step in steps[2:4]] == [
+        [False, True, False, False],
+        [True, False, True, False],
+    ]
+
+
+def test_each_step_is_evaluated_once():
+    gen = compiled(2, max_new_tokens=6)
+    results(gen, [[3] * 6, [4]])
+    assert gen.decoder.runs[0].waits == [True] * (2 + 6)
+
+
+@pytest.mark.parametrize("options", [{"max_new_tokens": 6}, {"max_new_tokens": 30, "eos_token_id": [0, 1, 2, 3]}])
+def test_running_ahead_wastes_at_most_one_step(options):
+    behind, ahead = compiled(2, **options), compiled(2, fake={"runs_ahead": True}, **options)
+    prompts = [[3, 4], [5]]
+    assert results(behind, prompts)[1] == results(ahead, prompts)[1]
+    plain, fast = behind.decoder.runs[0], ahead.decoder.runs[0]
+    assert 0 <= len(fast.steps) - len(plain.steps) <= 1
+    assert not any(fast.waits[2:])
+    if "eos_token_id" not in options:
+        assert len(fast.steps) == len(plain.steps)
+
+
+def test_a_step_ahead_is_on_its_way_before_the_token_is_told():
+    gen = compiled(1, fake={"runs_ahead": True}, max_new_tokens=4)
+    steps = generation.run(gen, [[3]], [0])
+    taken = [len(gen.decoder.runs[0].steps) for _ in steps]
+    assert taken == [2, 3, 4, 4]
+
+
+@pytest.mark.parametrize(
+    "options", [{"no_repeat_ngram_size": 2}, {"processors": [(lambda row: np.zeros(1), lambda x, y: x)]}]
+)
+def test_nothing_runs_ahead_where_the_host_must_see_the_token(options):
+    gen = compiled(1, fake={"runs_ahead": True}, max_new_tokens=4, **options)
+    steps = generation.run(gen, [[3]], [0])
+    assert [len(gen.decoder.runs[0].steps) for _ in steps] == [1, 2, 3, 4]
+    assert all(gen.decoder.runs[0].waits)
+
+
+@pytest.mark.parametrize("fake", [{}, {"runs_ahead": True}])
+def test_stop_ends_a_row_and_its_token_stays(fake):
+    gen = compiled(2, fake=fake, max_new_tokens=8)
+    heard = []
+
+    def stop(tokens):
+        heard.append(list(tokens))
+        return len(tokens) == 3
+
+    _, (first, second) = results(gen, [[3], [4]], stop=[stop, None])
+    assert (len(first.tokens), first.finish_reason) == (3, "stop")
+    assert (len(second.tokens), second.finish_reason) == (8, "length")
+    assert heard == [[token.id for token in first.tokens][: n + 1] for n in range(3)]
+
+
+def test_stop_strings_need_someone_who_decodes():
+    gen = compiled(1, max_new_tokens=3, stop_strings="end")
+    with pytest.raises(GenerationError, match="stop_strings"):
+        generation.run(gen, [[3]], [0])
+    results(gen, [[3]], stop=[lambda tokens: False])
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}])
+def test_cancel_from_another_thread_ends_the_run(options):
+    cancel, reached = threading.Event(), threading.Event()
+
+    def state(row):
+        if len(row["generated"]) == 3:
+            reached.set()
+            cancel.wait(10)
+        return np.zeros(1)
+
+    gen = compiled(1, max_new_tokens=500, processors=[(state, lambda logits, _: logits)], **options)
+    other = threading.Thread(target=lambda: (reached.wait(10), cancel.set()))
+    other.start()
+    _, (result,) = results(gen, [[3]], cancel=cancel)
+    other.join()
+    assert result.finish_reason == "cancelled"
+    assert 3 <= len(result.tokens) <= 4
+    assert gen.decoder.runs[0].closed
+
+
+def test_a_cancelled_run_takes_no_more_of_the_prompt():
+    cancel = threading.Event()
+    cancel.set()
+    for options in ({}, {"num_beams": 2}):
+        gen = compiled(1, max_new_tokens=5, **options)
+        _, (result,) = results(gen, [[3, 4]], cancel=cancel)
+        assert (result.tokens, result.finish_reason) == ([], "cancelled")
+        assert gen.decoder.runs[0].steps == []
+
+
+def test_closing_the_steps_gives_the_run_back():
+    gen = compiled(1, fake={"runs_ahead": True}, max_new_tokens=500)
+    steps = generation.run(gen, [[3]], [0])
+    next(steps)
+    steps.close()
+    assert gen.decoder.runs[0].closed
+    assert len(gen.decoder.runs[0].steps) <= 2
+
+
+def test_an_error_on_the_way_gives_the_run_back():
+    def on_token(event):
+        raise RuntimeError("a caller's own")
+
+    gen = compiled(1, max_new_tokens=5)
+    with pytest.raises(RuntimeError, match="own"):
+        generation.generate(gen, [[3]], [0], on_token=on_token)
+    gc.collect()
+    assert gen.decoder.runs[0].closed
+
+
+def test_logits_do_not_outlive_their_step():
+    gen = compiled(2, max_new_tokens=6, token_logprobs=True)
+    alive: list[weakref.ref] = []
+    most = 0
+    begin = gen.decoder.begin
+
+    def watched(*args, **more):
+        run = begin(*args, **more)
+        step = run.step
+
+        def counted(*args):
+            nonlocal most
+            gc.collect()
+            most = max(most, sum(ref() is not None for ref in alive))
+            logits = step(*args)
+            alive.append(weakref.ref(logits))
+            return logits
+
+        run.step = counted
+        return run
+
+    gen.decoder.begin = watched
+    results(gen, [[3] * 29, [4]])
+    assert len(alive) == 4 + 5
+    assert most <= 1
+
+
+def test_the_context_ends_at_the_last_position():
+    """A token needs a position only to be read: the last one is told all the same."""
+    gen = compiled(2, fake={"max_positions": 6}, max_new_tokens=50)
+    _, (first, second) = results(gen, [[3, 4, 5, 6], [3] * 6])
+    assert (len(first.tokens), first.finish_reason) == (3, "length")
+    assert (len(second.tokens), second.finish_reason) == (1, "length")
+    assert gen.decoder.runs[0].total == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "seeds", "message"),
+    [
+        ([[3], [4]], [0], "prompts"),
+        ([[3]], [0, 1], "seeds"),
+        ([[VOCAB]], [0], "ids from 0 to 15"),
+        ([[3, -1]], [0], "ids from 0 to 15"),
+        ([[3] * 9], [0], "8 positions"),
+    ],
+)
+def test_wrong_prompts_are_an_error_before_anything_runs(prompts, seeds, message):
+    gen = compiled(1, fake={"max_positions": 8}, max_new_tokens=5)
+    with pytest.raises(GenerationError, match=message):
+        generation.run(gen, prompts, seeds)
+    assert gen.decoder.runs == []
+
+
+def test_max_length_counts_the_prompt_of_each_row():
+    assert [len(text) for text in texts(2, [[3] * 4, [4]], max_length=9)] == [5, 8]
+    gen = compiled(1, generation_config={"max_length": 12})
+    assert len(results(gen, [[3] * 4])[1][0].tokens) == 8
+    with pytest.raises(GenerationError, match="max_length"):
+        results(gen, [[3] * 12])
+
+
+def test_a_batch_of_padding_alone_gives_nothing():
+    gen = compiled(2, max_new_tokens=5)
+    steps, found = results(gen, [[], []])
+    assert steps == []
+    assert [result.tokens for result in found] == [[], []]
+    assert gen.decoder.runs == []
+
+
+def test_inputs_go_to_the_decoder_with_a_row_for_each_beam():
+    gen = compiled(2, given=["encoder_hidden_states"], num_beams=2, max_new_tokens=2)
+    states = mx.arange(2 * 3).reshape(2, 3).astype(mx.float32)
+    results(gen, [[3], [4]], inputs={"encoder_hidden_states": states})
+    given = gen.decoder.runs[0].inputs["encoder_hidden_states"]
+    assert given.tolist() == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    "inputs", [{}, {"encoder_hidden_states": np.zeros((3, 4)), "more": 1}, {"encoder_hidden_states": np.zeros((3, 4))}]
+)
+def test_inputs_that_the_context_does_not_name_are_an_error(inputs):
+    gen = compiled(2, given=["encoder_hidden_states"], max_new_tokens=2)
+    with pytest.raises(GenerationError, match="input"):
+        generation.run(gen, [[3], [4]], [0, 0], inputs)
+
+
+def test_positions_of_a_task_go_with_every_step():
+    gen = compiled(2, max_new_tokens=3)
+    results(gen, [[3, 4, 5], [6]], inputs={"position_ids": [[[0, 4, 4]], []]})
+    assert [positions.tolist() for positions in gen.decoder.runs[0].positions] == [
+        [[0, 4], [0, 1]],
+        [[4], [1]],
+        [[5], [1]],
+        [[6], [2]],
+    ]
+
+
+def test_the_encoder_settings_read_the_encoders_tokens():
+    options = {"encoder_repetition_penalty": 50.0, "encoder_no_repeat_ngram_size": 2, "max_new_tokens": 6}
+    gen = compiled(2, config={"is_encoder_decoder": True}, **options)
+    source = [[9, 10, 9, 11], [5, 6]]
+    _, found = results(gen, [[3], [4]], inputs={"encoder_input_ids": source})
+    for prompt, tokens, result in zip([[3], [4]], source, found, strict=True):
+        expected, _, _ = greedy(lambda tokens: logits_after(tokens, VOCAB), prompt, source=tokens, **options)
+        assert [token.id for token in result.tokens] == expected
+    with pytest.raises(GenerationError, match="encoder_input_ids"):
+        generation.run(gen, [[3], [4]], [0, 0])
+
+
+def test_a_model_of_embeddings_is_refused_by_name():
+    with pytest.raises(GenerationError, match="embed"):
+        generation.context(model(), embed=object())

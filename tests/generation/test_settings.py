@@ -1,0 +1,276 @@
+"""Settings: names, precedence, null, ranges, and what is refused. The truth is `GenerationConfig` and its
+processors."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+from fake_runs import model
+
+from mlx_transmuter import generation
+from mlx_transmuter.generation import SETTINGS, GenerationError, Settings, max_new_tokens
+from mlx_transmuter.generation.settings import settings
+
+
+def test_the_table_and_the_object_name_the_same_settings():
+    assert {field.name for field in fields(Settings)} == {
+        name for name, s in SETTINGS.items() if s.status == "supported"
+    }
+
+
+def test_every_name_of_transformers_is_in_the_table():
+    transformers = pytest.importorskip("transformers")
+    names = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")}
+    assert names - SETTINGS.keys() == set()
+
+
+def test_the_defaults_are_those_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GenerationConfig()
+    same = ["do_sample", "num_beams", "early_stopping", "length_penalty", "repetition_penalty", "no_repeat_ngram_size"]
+    ours = settings({}, {"do_sample": True})
+    for name in (*same[1:], "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
+        assert getattr(ours, name) == getattr(config, name), name
+
+
+def test_options_go_before_the_generation_config_and_none_switches_off():
+    config = {"repetition_penalty": 1.2, "min_length": 5, "eos_token_id": [4, 5]}
+    assert settings(config, {}).repetition_penalty == 1.2
+    assert settings(config, {"repetition_penalty": 1.5}).repetition_penalty == 1.5
+    chosen = settings(config, {"repetition_penalty": None, "eos_token_id": None})
+    assert (chosen.repetition_penalty, chosen.min_length, chosen.eos_token_id) == (1.0, 5, ())
+    assert settings({"top_k": None, "do_sample": True}, {}).top_k == 0
+    assert settings({"do_sample": True}, {}).top_k == 50
+
+
+def test_the_beams_of_the_generation_config_count_unless_asked_otherwise():
+    assert generation.context(model({"num_beams": 4})).settings.num_beams == 4
+    assert generation.context(model({"num_beams": 4}), num_beams=1).settings.num_beams == 1
+
+
+@pytest.mark.parametrize("eos", [7, [7], [7, 7]])
+def test_eos_is_an_id_or_a_list(eos):
+    assert settings({}, {"eos_token_id": eos}).eos_token_id == (7,)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("tempreature", "temperature"),
+        ("max_tokens", "max_new_tokens"),
+        ("topk", "top_k"),
+        ("eos_token", "eos_token_id"),
+    ],
+)
+def test_an_unknown_option_lists_the_near_names(name, near):
+    with pytest.raises(GenerationError, match=near) as error:
+        settings({}, {name: 1})
+    assert name in str(error.value)
+
+
+def test_unknown_names_of_a_generation_config_are_left_alone():
+    whisper = {
+        "alignment_heads": [[2, 2]],
+        "lang_to_id": {"<|en|>": 50259},
+        "_from_model_config": True,
+        "no_timestamps_token_id": 9,
+    }
+    assert settings(whisper, {}) == settings({}, {})
+
+
+NEUTRAL = {
+    "transformers_version": "4.57.6",
+    "use_cache": False,
+    "cache_implementation": "static",
+    "return_dict_in_generate": True,
+    "output_scores": True,
+    "pad_token_id": 0,
+    "num_assistant_tokens": 5,
+    "disable_compile": True,
+    "prefill_chunk_size": 64,
+}
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_names_that_change_no_token_are_accepted(name):
+    assert settings({name: NEUTRAL[name]}, {}) == settings({}, {name: NEUTRAL[name]}) == settings({}, {})
+
+
+REFUSED = {
+    "num_beam_groups": (2, 1),
+    "diversity_penalty": (0.5, 0.0),
+    "penalty_alpha": (0.6, 0.0),
+    "constraints": ([object()], None),
+    "force_words_ids": ([[1]], None),
+    "dola_layers": ("low", None),
+    "guidance_scale": (1.5, 1.0),
+    "watermarking_config": ({"bias": 2.0}, None),
+    "prompt_lookup_num_tokens": (3, None),
+    "assistant_early_exit": (4, None),
+    "assistant_model": (object(), None),
+    "max_time": (1.0, None),
+    "token_healing": (True, False),
+    "low_memory": (True, False),
+    "prefix_allowed_tokens_fn": (len, None),
+    "logits_processor": ([len], None),
+    "stopping_criteria": ([len], None),
+}
+
+
+def test_the_refused_names_are_those_of_the_table():
+    assert REFUSED.keys() == {name for name, setting in SETTINGS.items() if setting.status == "refused"}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_setting_that_would_change_the_tokens_is_an_error_by_name(name):
+    value, harmless = REFUSED[name]
+    for where in ({name: value}, {}), ({}, {name: value}):
+        with pytest.raises(GenerationError, match=name):
+            settings(*where)
+    assert settings({name: harmless}, {}) == settings({name: None}, {}) == settings({}, {})
+
+
+WRONG = [
+    ("repetition_penalty", 0),
+    ("repetition_penalty", -1.0),
+    ("encoder_repetition_penalty", 0.0),
+    ("no_repeat_ngram_size", -1),
+    ("no_repeat_ngram_size", 2.5),
+    ("bad_words_ids", []),
+    ("bad_words_ids", [3]),
+    ("bad_words_ids", [[-1]]),
+    ("bad_words_ids", [[]]),
+    ("bad_words_ids", "no"),
+    ("sequence_bias", []),
+    ("sequence_bias", [[[1], "x"]]),
+    ("sequence_bias", [[1, 2.0]]),
+    ("min_length", -1),
+    ("min_new_tokens", -1),
+    ("min_new_tokens", 1.5),
+    ("max_new_tokens", 0),
+    ("max_length", 0),
+    ("forced_bos_token_id", -1),
+    ("forced_eos_token_id", [1.5]),
+    ("suppress_tokens", 4),
+    ("begin_suppress_tokens", ["a"]),
+    ("renormalize_logits", "yes"),
+    ("do_sample", 1),
+    ("early_stopping", "always"),
+    ("early_stopping", 1),
+    ("length_penalty", "long"),
+    ("length_penalty", float("nan")),
+    ("num_beams", 0),
+    ("num_beams", True),
+    ("num_return_sequences", 0),
+    ("exponential_decay_length_penalty", 3),
+    ("exponential_decay_length_penalty", (1.5, 1.1)),
+    ("eos_token_id", -1),
+    ("eos_token_id", "</s>"),
+    ("stop_strings", [""]),
+    ("decoder_start_token_id", []),
+]
+WRONG_SAMPLING = [
+    ("temperature", 0.0),
+    ("temperature", -1.0),
+    ("top_k", -1),
+    ("top_k", 1.5),
+    ("top_p", -0.1),
+    ("top_p", 1.1),
+    ("min_p", -0.1),
+    ("min_p", 1.5),
+    ("typical_p", 0.0),
+    ("epsilon_cutoff", 1.0),
+    ("eta_cutoff", -0.1),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_a_value_out_of_range_is_an_error_that_names_it(name, value):
+    for where in ({name: value}, {}), ({}, {name: value}):
+        with pytest.raises(GenerationError, match=f"setting {name}"):
+            settings(*where)
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_SAMPLING)
+def test_settings_of_sampling_are_checked_and_used_only_when_it_samples(name, value):
+    with pytest.raises(GenerationError, match=f"setting {name}"):
+        settings({name: value}, {"do_sample": True})
+    assert settings({name: value}, {}) == settings({}, {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_return_sequences": 2},
+        {"num_return_sequences": 3, "num_beams": 2},
+        {"bad_words_ids": [[1]], "eos_token_id": [1]},
+        {"exponential_decay_length_penalty": (1, 1.1)},
+    ],
+)
+def test_settings_that_cannot_go_together_are_an_error(options):
+    with pytest.raises(GenerationError):
+        settings({}, options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"suppress_tokens": [3, 99]},
+        {"begin_suppress_tokens": [-1, 99]},
+        {"eos_token_id": 99},
+        {"temperature": 2, "do_sample": True},
+        {"sequence_bias": {(3, 4): 1.5}},
+    ],
+)
+def test_what_transformers_takes_is_taken(options):
+    generation.compile(generation.context(model(), **options), 1, decoder=_Vocab())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bad_words_ids": [[99]]},
+        {"bad_words_ids": [[3, 16]]},
+        {"sequence_bias": [[[16], 1.0]]},
+        {"forced_bos_token_id": 16},
+        {"forced_eos_token_id": [1, 16]},
+        {"exponential_decay_length_penalty": (1, 1.1), "eos_token_id": 16},
+    ],
+)
+def test_an_id_outside_the_vocabulary_is_an_error_where_transformers_has_one(options):
+    with pytest.raises(GenerationError, match="vocabulary"):
+        generation.compile(generation.context(model(), **options), 1, decoder=_Vocab())
+
+
+class _Vocab:
+    vocab = 16
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "prompt", "expected"),
+    [
+        ({}, {}, 7, 256),
+        ({"max_length": None}, {}, 7, 256),
+        ({"max_length": 20}, {}, 7, 256),
+        ({"max_length": 448}, {}, 4, 444),
+        ({"max_length": 512}, {}, 1, 511),
+        ({"max_length": 448, "max_new_tokens": 9}, {}, 4, 9),
+        ({"max_length": 448, "max_new_tokens": None}, {}, 4, 444),
+        ({"max_new_tokens": 9}, {"max_new_tokens": 3}, 4, 3),
+        ({"max_new_tokens": 9}, {"max_new_tokens": None}, 4, 9),
+        ({"max_length": 448}, {"max_length": 20}, 4, 16),
+        ({}, {"max_length": 20}, 4, 16),
+    ],
+)
+def test_max_new_tokens_follows_the_rule_of_the_pipelines(config, options, prompt, expected):
+    assert max_new_tokens(config, options, prompt) == expected
+
+
+def test_an_error_has_its_parts():
+    with pytest.raises(GenerationError) as error:
+        settings({}, {"num_beam_groups": 2})
+    assert error.value.where == "setting num_beam_groups"
+    assert error.value.found == "2"
+    assert "None or 1" in error.value.expected
+    assert error.value.do

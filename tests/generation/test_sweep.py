@@ -1,0 +1,143 @@
+"""The sweep: every setting alone and forty combinations of settings on every architecture, against transformers' goldens.
+
+The goldens' truth and form stand in tests/fixtures/README.md. Each case runs as a ragged batch of five; a third of them also
+as a batch of three, and a third row by row.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import FIXTURES
+from fake_runs import results
+
+from mlx_transmuter import generation
+from mlx_transmuter.generation import SETTINGS
+from mlx_transmuter.generation.batch import Batch
+from mlx_transmuter.generation.group import Group
+from mlx_transmuter.generation.selection import row_keys
+
+SWEEPS = {path.name.removesuffix(".json.gz"): path for path in sorted((FIXTURES / "sweep").glob("*.json.gz"))}
+LOGPROB = 1e-4  # of float32 sums in another order; the goldens have five digits
+# Settings that have no golden of their own, and the test that holds them.
+ELSEWHERE = {
+    "max_length": "test_loop.py::test_max_length_counts_the_prompt_of_each_row",
+    "stop_strings": "tasks/test_text.py",
+    "remove_invalid_values": "test_logits_processors.py::test_a_processor_alone",
+    "bos_token_id": "encoder-decoders",
+    "decoder_start_token_id": "encoder-decoders",
+}
+
+
+def golden(name: str) -> dict[str, Any]:
+    return json.loads(gzip.decompress(SWEEPS[name].read_bytes()))
+
+
+class Decoders:
+    """One decoder per number of rows, whose steps stay compiled over the cases."""
+
+    def __init__(self, model: Any):
+        self.model, self.decoders = model, {}
+
+    def compiled(self, batch: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> generation.Compiled:
+        ctx = generation.context(self.model, token_logprobs=True, **{"do_sample": False, **options})
+        rows = batch * ctx.settings.width
+        with monkeypatch.context() as patch:
+            # A choice of its own per case: on a CPU, compiling each costs more than all its steps.
+            patch.setattr(mx, "compile", lambda function: function)
+            gen = generation.compile(ctx, batch, decoder=self.decoders.get(rows))
+        self.decoders[rows] = gen.decoder
+        return gen
+
+
+def batches(place: int) -> Iterator[slice]:
+    """The parts of the five prompts that a case of this place runs as a batch."""
+    yield slice(0, 5)
+    if place % 3 == 1:
+        yield slice(1, 4)
+    elif place % 3 == 2:
+        yield from (slice(row, row + 1) for row in range(5))
+
+
+def wrong(case: dict[str, Any], expected: list[list[list[Any]]], found: list[generation.Result]) -> str | None:
+    """What differs between the texts of some prompts and their golden rows, a list per prompt; None if nothing does."""
+    rows = [row for prompt in expected for row in prompt]
+    assert len(rows) == len(found)
+    for row, result in zip(rows, found, strict=True):
+        tokens, logprobs, ended, *score = row
+        said = [token.id for token in result.tokens]
+        if said != tokens:
+            return f"tokens {said}, not {tokens}, under {case['settings']}"
+        if result.finish_reason != ("length" if ended is None else "stop"):
+            return f"finish_reason {result.finish_reason} under {case['settings']}"
+        far = max([abs(token.logprob - want) for token, want in zip(result.tokens, logprobs, strict=True)], default=0)
+        if far > LOGPROB or (score and abs(result.score - score[0]) > LOGPROB * (1 + abs(score[0]))):
+            return f"log-probabilities {far} off, score {result.score}, not {score}, under {case['settings']}"
+    return None
+
+
+@pytest.mark.usefixtures("compiling")
+@pytest.mark.parametrize("part", ["alone", "together"])
+@pytest.mark.parametrize("name", SWEEPS)
+def test_texts_are_those_of_transformers(name, part, loaded, monkeypatch):
+    data, decoders, failures = golden(name), Decoders(loaded(name)), []
+    for place, case in enumerate(data[part]):
+        for some in batches(place):
+            prompts = data["prompts"][some]
+            gen = decoders.compiled(len(prompts), case["settings"], monkeypatch)
+            if problem := wrong(case, case["rows"][some], results(gen, prompts)[1]):
+                failures.append(f"case {place}, prompts {some.start} to {some.stop}: {problem}")
+    assert not failures, f"{len(failures)} of {len(data[part])}:\n" + "\n".join(failures[:10])
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_the_scores_that_sampling_draws_from_are_those_of_transformers(name, loaded):
+    data, model = golden(name), loaded(name)
+    prompts = [data["prompts"][place] for place in data["sampled_prompts"]]
+    decoder = None
+    for case in data["sampled"]:
+        ctx = generation.context(model, max_new_tokens=1, **case["settings"])
+        gen = generation.compile(ctx, len(prompts), decoder=decoder)
+        decoder = gen.decoder
+        found = first_scores(gen, prompts)
+        for row, expected in zip(found, case["scores"], strict=True):
+            kept = np.unpackbits(np.frombuffer(bytes.fromhex(expected["kept"]), np.uint8))[: len(row)].astype(bool)
+            np.testing.assert_array_equal(np.isfinite(row), kept, err_msg=str(case["settings"]))
+            shown = np.flatnonzero(kept)[:: expected["stride"]]
+            values = np.frombuffer(base64.b64decode(expected["values"]), "<f4")
+            np.testing.assert_allclose(
+                row[shown], values, atol=2e-4 * np.ptp(row[kept]) + 1e-4, err_msg=str(case["settings"])
+            )
+
+
+def first_scores(gen: generation.Compiled, prompts: list[list[int]]) -> np.ndarray:
+    """The processed scores [prompts, vocab] of the first new token."""
+    group = Group(Batch(gen, prompts, [0] * len(prompts), {}), range(len(prompts)))
+    logits = group.prefill()
+    assert logits is not None
+    state, fixed = group.state(row_keys([0] * len(prompts), 1))
+    given = group.host.arrays([list(prompt) for prompt in prompts])
+    found = np.array(gen.selection.processed(logits.astype(mx.float32), state, fixed | given))
+    group.run.close()
+    return found
+
+
+@pytest.mark.skipif(not SWEEPS, reason="no sweep is there")
+def test_every_setting_changes_a_golden():
+    """The makers of the goldens keep a setting's case only where it changed a text; here each setting must have one."""
+    changed = {"do_sample"}
+    for name in SWEEPS:
+        data = golden(name)
+        changed |= {case["alone"] for case in data["alone"] if "alone" in case}
+        plain = next(case["scores"] for case in data["sampled"] if case["settings"] == {"do_sample": True})
+        changed |= {key for case in data["sampled"] if case["scores"] != plain for key in case["settings"]}
+    supported = {name for name, setting in SETTINGS.items() if setting.status == "supported"}
+    assert supported - changed - ELSEWHERE.keys() == set()
+    assert ELSEWHERE.keys() & changed == set()

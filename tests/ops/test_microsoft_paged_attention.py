@@ -1,0 +1,71 @@
+"""PagedAttention, of which onnxruntime has no CPU kernel, against its GroupQueryAttention on each sequence alone."""
+
+import numpy as np
+import pytest
+from onnxruntime_node import agree, expected, found
+
+HEADS, KV, DIM, PAGE, PAGES = 4, 2, 16, 4, 16
+OUTPUTS = ("y", "key_cache", "value_cache")
+HELD, NEW = np.array([5, 0, 9]), np.array([3, 6, 1])
+TABLE = np.array([[3, 7, 1, -1], [0, 12, -1, -1], [5, 2, 9, 4]], dtype=np.int32)
+FEATURES = {
+    "plain": {},
+    "packed": {},
+    "rotary": {"do_rotary": 1},
+    "rotary interleaved": {"do_rotary": 1, "rotary_interleaved": 1},
+    "window": {"local_window_size": 3},
+    "softcap": {"softcap": 2.0},
+    "sink": {},
+    "scale": {"scale": 0.3},
+}
+
+
+def floats(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def slots(row, count):
+    """Where the first count tokens of a sequence lie in the flat cache."""
+    return np.array([TABLE[row, i // PAGE] * PAGE + i % PAGE for i in range(count)], dtype=np.int64)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_paged_attention(feature):
+    attrs = {"num_heads": HEADS, "kv_num_heads": KV, **FEATURES[feature]}
+    tokens, bounds = NEW.sum(), np.concatenate([[0], NEW.cumsum()]).astype(np.int32)
+    q, k, v = floats(1, tokens, HEADS * DIM), floats(2, tokens, KV * DIM), floats(3, tokens, KV * DIM)
+    caches = [floats(4, PAGES, PAGE, KV, DIM), floats(5, PAGES, PAGE, KV, DIM)]
+    tables = [floats(6, 32, DIM // 2), floats(7, 32, DIM // 2)] if "rotary" in feature else [None, None]
+    sink = floats(8, HEADS) if feature == "sink" else None
+    given = [np.concatenate([q, k, v], axis=1), None, None] if feature == "packed" else [q, k, v]
+    inputs = [*given, *caches, bounds, HELD.astype(np.int32), TABLE, *tables, None, sink]
+    ours = found("PagedAttention", inputs, attrs, OUTPUTS)
+    stored = [cache.reshape(-1, KV, DIM).copy() for cache in caches]
+    for row in range(3):
+        part, total = slice(bounds[row], bounds[row + 1]), HELD[row] + NEW[row]
+        past = [s[slots(row, HELD[row])].swapaxes(0, 1)[None] for s in stored]
+        alone = [x[None, part] for x in (q, k, v)] + past
+        alone += [np.array([total - 1], dtype=np.int32), np.array(total, dtype=np.int32), *tables, None, None, sink]
+        truth = expected("GroupQueryAttention", alone, attrs, ("y", "k", "v"))
+        agree(truth[0][0], ours[0][part], 1e-5)
+        for s, present in zip(stored, truth[1:], strict=True):
+            s[slots(row, total)] = present[0].swapaxes(0, 1)
+    for s, cache in zip(stored, ours[1:], strict=True):
+        agree(s.reshape(cache.shape), cache, 1e-6)
+
+
+def test_tokens_that_are_not_stored():
+    """A slot of -1 writes nothing; a sequence's own new token is then not in its pages either."""
+    q, k, v = floats(1, 3, HEADS * DIM), floats(2, 3, KV * DIM), floats(3, 3, KV * DIM)
+    caches = [floats(4, PAGES, PAGE, KV, DIM), floats(5, PAGES, PAGE, KV, DIM)]
+    bounds = np.array([0, 1, 2, 3], dtype=np.int32)
+    attrs = {"num_heads": HEADS, "kv_num_heads": KV}
+    for mapping in ([-1, 20, -1], [-1, -1, -1]):
+        inputs = [q, k, v, *caches, bounds, HELD.astype(np.int32), TABLE, None, None, np.array(mapping, dtype=np.int32)]
+        _, *stored = found("PagedAttention", inputs, attrs, OUTPUTS)
+        for cache, rows, after in zip(caches, (k, v), stored, strict=True):
+            truth = cache.reshape(-1, KV, DIM).copy()
+            for token, slot in enumerate(mapping):
+                if slot >= 0:
+                    truth[slot] = rows[token].reshape(KV, DIM)
+            np.testing.assert_array_equal(after, truth.reshape(cache.shape))

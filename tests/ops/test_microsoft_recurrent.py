@@ -1,0 +1,51 @@
+"""DynamicQuantizeLSTM against onnxruntime.
+
+A state that differs by the last bit of its activation can be rounded the other way by the next step, which is 1 / 255
+of its range: the tolerance is that of a few such steps.
+"""
+
+import numpy as np
+import pytest
+from onnxruntime_node import check
+
+TIME, BATCH, IN, HIDDEN = 5, 3, 6, 8
+
+
+def floats(seed, *shape):
+    return (np.random.default_rng(seed).normal(size=shape) * 0.5).astype(np.float32)
+
+
+def inputs(directions, by_channel, dtype, extras):
+    rng = np.random.default_rng(1)
+    info = np.iinfo(dtype)
+    shape = (directions, 4 * HIDDEN) if by_channel else (directions,)
+    weights = [rng.integers(info.min, info.max, size=(directions, n, 4 * HIDDEN)).astype(dtype) for n in (IN, HIDDEN)]
+    zero = np.full(shape, 0 if dtype == np.int8 else 128, dtype=dtype)
+    found = [floats(2, TIME, BATCH, IN), *weights]
+    if extras:
+        found += [floats(3, directions, 8 * HIDDEN), np.array([5, 2, 4], dtype=np.int32)]
+        found += [
+            floats(4, directions, BATCH, HIDDEN),
+            floats(5, directions, BATCH, HIDDEN),
+            floats(6, directions, 3 * HIDDEN),
+        ]
+    else:
+        found += [None] * 5
+    for seed in (7, 8):
+        found += [np.random.default_rng(seed).uniform(0.002, 0.006, size=shape).astype(np.float32), zero]
+    return found
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+@pytest.mark.parametrize("extras", [False, True])
+def test_dynamic_quantize_lstm(extras, dtype, by_channel, direction):
+    case = inputs(2 if direction == "bidirectional" else 1, by_channel, dtype, extras)
+    check("DynamicQuantizeLSTM", case, {"direction": direction, "hidden_size": HIDDEN}, ("y", "h", "c"), tolerance=1e-2)
+
+
+def test_one_step_is_exact():
+    case = inputs(1, True, np.int8, True)
+    case[0], case[4] = case[0][:1], None
+    check("DynamicQuantizeLSTM", case, {"hidden_size": HIDDEN}, ("y", "h", "c"), tolerance=2e-6)

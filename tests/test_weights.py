@@ -1,0 +1,172 @@
+"""Weights: one file or shards with an index, and files that are missing, broken or elsewhere."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_transmuter import weights
+from mlx_transmuter.program import Program, ProgramError, Weight
+
+
+def arrays() -> dict[str, mx.array]:
+    draw = np.random.default_rng(0)
+    floats = {f"layers.{i}.weight": mx.array(draw.normal(size=(8, 4 + i)).astype(np.float32)) for i in range(6)}
+    return {
+        **floats,
+        "halves": mx.array(draw.normal(size=9).astype(np.float16)),
+        "brains": mx.array([1.5, -2.25], mx.bfloat16),
+        "words": mx.array(draw.integers(0, 2**32, 3).astype(np.uint32)),
+        "scalar": mx.array(3.0),
+        "empty": mx.zeros((0, 4)),
+    }
+
+
+def program(items: dict[str, mx.array]) -> Program:
+    names = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16", mx.uint32: "uint32"}
+    return Program((), (), [], weights={n: Weight(names[a.dtype], tuple(a.shape)) for n, a in items.items()})
+
+
+def save(folder, items: dict[str, mx.array], **options) -> None:
+    weights.save(folder, [(name, array.nbytes, lambda array=array: array) for name, array in items.items()], **options)
+
+
+def same(found: dict[str, mx.array], wanted: dict[str, mx.array]) -> bool:
+    return found.keys() == wanted.keys() and all(
+        found[name].dtype == wanted[name].dtype and found[name].shape == wanted[name].shape and mx.array_equal(found[name], wanted[name])
+        for name in wanted
+    )  # fmt: skip
+
+
+def test_one_file_holds_what_fits(tmp_path):
+    save(tmp_path, arrays())
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert same(weights.load(tmp_path, program(arrays())), arrays())
+    _, metadata = mx.load(str(tmp_path / "model.safetensors"), return_metadata=True)
+    assert metadata == {"format": "mlx"}
+
+
+@pytest.mark.parametrize("limit", [1, 200, 400])
+def test_shards_and_their_index_hold_the_rest(tmp_path, limit):
+    items = arrays()
+    save(tmp_path, items, shard_bytes=limit)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(files) > 1
+    assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in items.values())
+    assert index["weight_map"].keys() == items.keys()
+    for file in files:
+        held = mx.load(str(tmp_path / file))
+        assert held.keys() == {name for name, place in index["weight_map"].items() if place == file}
+        assert sum(array.nbytes for array in held.values()) <= limit or len(held) == 1
+    assert same(weights.load(tmp_path, program(items)), items)
+
+
+def test_shards_are_read_by_other_tools(tmp_path):
+    """safetensors' own library knows nothing of MLX."""
+    safetensors = pytest.importorskip("safetensors.numpy")
+    items = {name: array for name, array in arrays().items() if array.dtype != mx.bfloat16}
+    save(tmp_path, items, shard_bytes=300)
+    found = {}
+    for path in tmp_path.glob("*.safetensors"):
+        found |= safetensors.load_file(path)
+    assert {name: array.tolist() for name, array in found.items()} == {n: np.array(a).tolist() for n, a in items.items()}
+
+
+def test_one_shard_at_a_time_is_in_memory(tmp_path):
+    most = 0
+
+    def item():
+        nonlocal most
+        array = mx.zeros((2**16,))
+        mx.eval(array)
+        most = max(most, mx.get_active_memory())
+        return array
+
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    count, size = 12, 2**18
+    weights.save(tmp_path, [(f"w{i}", size, item) for i in range(count)], shard_bytes=2 * size)
+    assert most - before <= 3 * size  # a shard of two, and the one being read
+
+
+def test_an_empty_program_has_an_empty_file(tmp_path):
+    save(tmp_path, {})
+    assert weights.load(tmp_path, program({})) == {}
+
+
+def refused(tmp_path, items, match: str) -> None:
+    with pytest.raises(ProgramError, match=match) as error:
+        weights.load(tmp_path, program(items))
+    assert str(tmp_path) in error.value.where
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    refused(tmp_path, arrays(), "no file 'model.safetensors'")
+    (tmp_path / "model.safetensors").mkdir()
+    refused(tmp_path, arrays(), "no file 'model.safetensors'")
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    save(tmp_path, arrays(), shard_bytes=200)
+    victim = sorted(tmp_path.glob("*.safetensors"))[2]
+    victim.unlink()
+    refused(tmp_path, arrays(), f"no file '{victim.name}'")
+
+
+@pytest.mark.parametrize("place", ["../secret", "/etc/passwd", "a/b", "..", ".", "", "a\0b", 3, None, ["x"]])
+def test_an_index_that_points_elsewhere_is_refused(tmp_path, place):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save(folder, {"w": mx.zeros(2)})
+    (folder / "model.safetensors").rename(tmp_path / "secret")
+    (folder / "a").mkdir()
+    (folder / "a" / "b").write_bytes((tmp_path / "secret").read_bytes())
+    index = {"metadata": {}, "weight_map": {"w": place}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(folder, {"w": mx.zeros(2)}, "no file|no index")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": "w"}', "[" * 10**5, "\xff"])
+def test_an_index_that_is_none_is_refused(tmp_path, text):
+    save(tmp_path, {"w": mx.zeros(2)})
+    (tmp_path / "model.safetensors.index.json").write_text(text, encoding="latin-1")
+    refused(tmp_path, {"w": mx.zeros(2)}, "no index")
+
+
+def header(**changes) -> bytes:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}
+    text = json.dumps({"w": entry}).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(8)
+
+
+BROKEN = {
+    "empty": b"",
+    "cut in the length": header()[:5],
+    "cut in the header": header()[:30],
+    "cut in the data": header()[:-1],
+    "a header without end": struct.pack("<Q", 2**63 - 1) + header()[8:],
+    "offsets past the end": header(data_offsets=[2**40, 2**40 + 8]),
+    "negative offsets": header(data_offsets=[-8, 0]),
+    "offsets that are text": header(data_offsets=["0", "8"]),
+    "a shape of another size": header(shape=[3]),
+    "a shape whose size overflows": header(shape=[2**31 - 1, 2**31 - 1]),
+    "a negative shape": header(shape=[-2]),
+    "an unknown type": header(dtype="F7"),
+    "a type that MLX lacks": header(dtype="F64", shape=[1]),
+    "no object": struct.pack("<Q", 2) + b"[]" + bytes(8),
+    "nesting": struct.pack("<Q", 5 * 10**5) + b'{"a":' * 10**5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_file_is_refused(tmp_path, what):
+    (tmp_path / "model.safetensors").write_bytes(header())
+    assert mx.array_equal(weights.load(tmp_path, program({"w": mx.zeros(2)}))["w"], mx.zeros(2))
+    (tmp_path / "model.safetensors").write_bytes(BROKEN[what])
+    refused(tmp_path, {"w": mx.zeros(2)}, "no safetensors")
