@@ -24,19 +24,12 @@ from converters.read import read
 from converters.tensors import Tensor
 from mlx_transmuter import ops, weights
 from mlx_transmuter.decoder import DecoderError
+from mlx_transmuter.hub import COMPANIONS, TEMPLATES
 from mlx_transmuter.model import PROGRAM, load_module, read_json
 from mlx_transmuter.module import LARGEST, Module
 from mlx_transmuter.program import FORMAT, Program, ProgramError
 from mlx_transmuter.signature import INDEX, Mode, Signature, SignatureError, declared_mode, outputs
 from mlx_transmuter.tokenizer import Tokenizer
-
-# What is kept of a source beside its graph. Nothing that holds code.
-KEPT = (
-    "config.json generation_config.json genai_config.json tokenizer.json tokenizer_config.json special_tokens_map.json "
-    "added_tokens.json vocab.json vocab.txt merges.txt tokenizer.model spiece.model sentencepiece.bpe.model "
-    "chat_template.jinja chat_template.json preprocessor_config.json processor_config.json video_preprocessor_config.json"
-).split()
-
 
 def convert(source: Path, file: str, out: Path, *, progress: bool = True, base_model: str | None = None) -> Path:
     """Converts the ONNX decoder `file` of the folder `source` into the folder `out`, and gives `out`.
@@ -110,10 +103,8 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
         raise ConvertError(
             path, f"the inputs {', '.join(signature.given)}", "tokens, mask, positions and cache", "convert a causal decoder"
         )
-    for name in KEPT:
-        found = next((place / name for place in (path.parent, source) if (place / name).is_file()), None)
-        if found is not None:
-            shutil.copyfile(found, folder / name)
+    _check_weights(graph, path)
+    _copy_companions(source, path, folder)
     config = read_json(folder / "config.json")
     _check_tokenizer(folder, signature.vocab, path)
     lengths = _proof_lengths(config)
@@ -123,7 +114,7 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
     while True:
         try:
             program, records = rewrite(graph, order)
-            _save_weights(folder, program, path, progress)
+            _save_weights(folder, program, progress)
             module = Module(program, weights.load(folder, program))
             wanted = prove.plain(_plain_module(graph, program, module), signature, case)
             _check_logits(wanted, signature.vocab, path)
@@ -150,7 +141,7 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
         if far <= limit:
             program = pooled
             if program.weights.keys() != module.program.weights.keys():
-                _save_weights(folder, program, path, progress)
+                _save_weights(folder, program, progress)
         else:
             more = [_dropped(one) for one in OVER_POOLS]
     program.meta = {
@@ -172,6 +163,20 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
     (folder / "README.md").write_text(card(program, config, folder), encoding="utf-8")
 
 
+def _copy_companions(source: Path, path: Path, folder: Path) -> None:
+    """Copies what a converted folder keeps of its source: configuration, tokenizer and templates, nothing that holds code.
+
+    A file beside the graph comes before one at the source's root.
+    """
+    for place in (source, path.parent):
+        for name in COMPANIONS:
+            if (place / name).is_file():
+                shutil.copyfile(place / name, folder / name)
+        for template in (place / TEMPLATES).glob("*.jinja"):
+            (folder / TEMPLATES).mkdir(exist_ok=True)
+            shutil.copyfile(template, folder / TEMPLATES / template.name)
+
+
 def _dropped(one: Rewrite) -> Record:
     return Record(one.__name__, 0, {"the module disagreed with the graph": 1})
 
@@ -184,6 +189,17 @@ def _error_over_pools(module: Module, pooled: Program, mode: Mode, case: prove.C
         return prove.error(prove.run(over, mode, case), wanted)
     except (ProgramError, ops.OperatorError, DecoderError):
         return math.inf
+
+
+def _check_weights(graph: Program, path: Path) -> None:
+    """Raises ConvertError for a weight of a type that MLX lacks, or of a size that this machine cannot hold."""
+    for name, tensor in graph.arrays.items():
+        try:
+            size = ops.device_dtype(tensor.dtype).size * tensor.size
+        except ValueError as problem:
+            raise ConvertError(path, f"the weight {name!r}: {problem}", "a type that MLX has") from None
+        if size > LARGEST:
+            raise ConvertError(path, f"the weight {name!r} of {size} bytes", f"at most {LARGEST}, half of the memory here")
 
 
 def _check_logits(wanted: list[list[np.ndarray]], vocab: int, path: Path) -> None:
@@ -232,7 +248,7 @@ def _array(tensor: Tensor) -> mx.array:
     return ops.to_device(np.ascontiguousarray(tensor.read()).reshape(tensor.shape))
 
 
-def _save_weights(folder: Path, program: Program, path: Path, progress: bool) -> None:
+def _save_weights(folder: Path, program: Program, progress: bool) -> None:
     for old in folder.glob("model*.safetensors*"):
         old.unlink()
     with tqdm(total=len(program.arrays), desc="converting", unit="weight", disable=None if progress else True, leave=False) as bar:
@@ -242,13 +258,7 @@ def _save_weights(folder: Path, program: Program, path: Path, progress: bool) ->
                 bar.update()
                 return _array(tensor)
 
-            try:
-                size = ops.device_dtype(tensor.dtype).size * tensor.size
-            except ValueError as problem:
-                raise ConvertError(path, f"the weight {name!r}: {problem}", "a type that MLX has") from None
-            if size > LARGEST:
-                raise ConvertError(path, f"the weight {name!r} of {size} bytes", f"at most {LARGEST}, half of the memory here")
-            return name, size, read_
+            return name, ops.device_dtype(tensor.dtype).size * tensor.size, read_
 
         weights.save(folder, [item(name, tensor) for name, tensor in program.arrays.items()])
 

@@ -49,20 +49,23 @@ def name_weights(program: Program) -> Program:
     # Names that are good already come first, so that a derived one never takes their place.
     for name in sorted(program.weights, key=lambda name: not _PLAIN.fullmatch(name)):
         wanted = _clean(name) if _PLAIN.fullmatch(name) or name not in readers else _derived(*readers[name])
-        stem, _, last = wanted.rpartition(".")
-        unique, i = wanted, 1
-        while unique in taken or unique in prefixes or any(part in taken for part in _parents(unique)):
-            i += 1
-            unique = f"{stem}.{last}_{i}" if stem else f"{last}_{i}"
-        taken.add(unique)
-        prefixes.update(_parents(unique))
-        names[name] = unique
+        path = ""
+        *scopes, last = wanted.split(".")
+        for scope in scopes:
+            path = _unique(f"{path}.{scope}" if path else scope, taken)
+            prefixes.add(path)
+        names[name] = _unique(f"{path}.{last}" if path else last, taken, prefixes)
+        taken.add(names[name])
     return _renamed(program, names)
 
 
-def _parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:i]) for i in range(1, len(parts))]
+def _unique(name: str, *taken: set[str]) -> str:
+    """`name`, or with the first number after it that none has taken."""
+    unique, i = name, 1
+    while any(unique in names for names in taken):
+        i += 1
+        unique = f"{name}_{i}"
+    return unique
 
 
 def _clean(name: str) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import ChainMap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import onnx
 import onnx.inliner
 from google.protobuf.message import DecodeError
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorShapeProto, ValueInfoProto
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorShapeProto, ValueInfoProto, helper
 from tqdm import tqdm
 
 from converters import tensors
@@ -107,6 +108,10 @@ def _inlined(model: ModelProto, opsets: dict[str, int]) -> ModelProto:
                 names.add((domain, node.op_type))
     if not names:
         return model
+    told = {value.name for value in (*model.graph.input, *model.graph.value_info)}
+    for tensor in model.graph.initializer:  # a body that depends on types is chosen by them
+        if tensor.name not in told:
+            model.graph.value_info.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
     model = onnx.inliner.inline_selected_functions(model, sorted(names), inline_schema_functions=True)
     return model
 
@@ -123,6 +128,42 @@ def _expanded(nodes: Iterable[NodeProto], functions: dict, sizes: dict[tuple[str
     return count
 
 
+def _ordered(nodes: Sequence[NodeProto]) -> list[NodeProto]:
+    """The nodes such that each comes after those whose outputs it reads, else in the order of the file.
+
+    ONNX asks for that order, and onnxruntime, whose float16 converter breaks it, does without. Nodes on a cycle come last,
+    where reading them fails.
+    """
+    givers = {name: i for i, node in enumerate(nodes) for name in node.output if name}
+    before = [{givers[name] for name in _reads(node) if name in givers} - {i} for i, node in enumerate(nodes)]
+    after: dict[int, list[int]] = {}
+    for i, needed in enumerate(before):
+        for j in needed:
+            after.setdefault(j, []).append(i)
+    missing = [len(needed) for needed in before]
+    ready = [i for i, count in enumerate(missing) if not count]
+    order = []
+    while ready:
+        i = heapq.heappop(ready)
+        order.append(i)
+        for j in after.get(i, ()):
+            missing[j] -= 1
+            if not missing[j]:
+                heapq.heappush(ready, j)
+    done = set(order)
+    return [nodes[i] for i in (*order, *(i for i in range(len(nodes)) if i not in done))]
+
+
+def _reads(node: NodeProto) -> Iterator[str]:
+    """The names that the node reads, those of its branches included (a branch's own names among them do no harm)."""
+    yield from node.input
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.GRAPH:
+            for inner in attribute.g.node:
+                yield from _reads(inner)
+            yield from (info.name for info in attribute.g.output)
+
+
 class _Reader:
     """Reads one file: its values' unique names, its constants and its weights."""
 
@@ -134,6 +175,10 @@ class _Reader:
         self.bar = tqdm(desc="reading", unit="node", disable=None if progress else True, leave=False)
 
     def program(self, graph: GraphProto) -> Program:
+        # The outermost graph keeps its names, whatever its branches call theirs.
+        self.taken.update(one.name for one in (*graph.input, *graph.initializer))
+        self.taken.update(one.values.name for one in graph.sparse_initializer)
+        self.taken.update(name for node in graph.node for name in node.output)
         with self.bar:
             program = self.graph(graph, ChainMap())
         program.constants, program.arrays = self.constants, self.arrays
@@ -149,7 +194,7 @@ class _Reader:
         if name in scope.maps[0]:
             raise ConvertError(self.file, f"the value {name!r} given twice", "each value given once", "export the model again")
         unique, i = name, 1
-        while unique in self.taken:
+        while scope.parents and unique in self.taken:
             i += 1
             unique = f"{name}~{i}"
         self.taken.add(unique)
@@ -165,7 +210,7 @@ class _Reader:
         for sparse in graph.sparse_initializer:
             self.give(self.name(sparse.values.name, scope), tensors.sparse(sparse, self.file))
         nodes = []
-        for proto in graph.node:
+        for proto in _ordered(graph.node):
             self.bar.update()
             nodes += self.node(proto, scope)
         for info in graph.output:

@@ -60,7 +60,7 @@ def tensor(proto: TensorProto, file: Path, name: str | None = None) -> Tensor:
     name = name or proto.name
     dtype = NAMES.get(proto.data_type)
     if dtype is None:
-        raise ConvertError(file, f"the tensor {name!r} of type {proto.data_type}", "a type that ONNX has")
+        raise ConvertError(file, f"the tensor {name!r} of type {proto.data_type}", f"one of {', '.join(NAMES.values())}")
     shape = _shape(proto.dims, file, name)
     if proto.data_location == TensorProto.EXTERNAL:
         return _external(proto, file, name, dtype, shape)

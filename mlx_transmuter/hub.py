@@ -51,6 +51,8 @@ COMPANIONS = frozenset(
         *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     }
 )
+# A folder of named chat templates, *.jinja, kept as the companions are.
+TEMPLATES = "additional_chat_templates"
 NEVER = (".py", ".bin", ".pt", ".pth", ".pkl")
 
 
@@ -320,7 +322,7 @@ def _companions(source: Source, name: str) -> list[str]:
     return [
         other
         for other in source.names
-        if other in beside or (other.startswith("additional_chat_templates/") and other.endswith(".jinja"))
+        if other in beside or (other.startswith(f"{TEMPLATES}/") and other.endswith(".jinja"))
     ]
 
 

@@ -25,6 +25,10 @@ DTYPES = frozenset(
 )
 
 
+# The arrays that a layer may have, by MLX's names.
+LAYER_ARRAYS = ("weight", "bias", "scales", "biases")
+
+
 class ProgramError(ValueError):
     """A program that is not whole: `where` names the file or node, `found` what stands there, `expected` what should."""
 
@@ -151,11 +155,11 @@ class Program:
         def kept(table: dict[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in table.items() if name in needed}
 
-        weights = {
-            name: value
-            for name, value in self.weights.items()
-            if name in needed or any(path in needed and name.startswith(path + ".") for path in self.layers)
-        }
+        def owned(name: str) -> bool:
+            path, _, array = name.rpartition(".")
+            return array in LAYER_ARRAYS and path in self.layers and path in needed
+
+        weights = {name: value for name, value in self.weights.items() if name in needed or owned(name)}
         return replace(
             self,
             outputs=outputs,

@@ -5,7 +5,7 @@
    before settle, which would leave fewer nodes to tell positions from columns by.
 3. settle: shapes that are the same in steps of every size become constants, and nodes that change nothing go.
 4. embedding: before linear, so that a head tied to the embedding finds its table.
-5. linear: products with a constant matrix become layers.
+5. linear, quantized: products with a constant matrix become layers; flat: these take rows of any shape.
 6. norms, rotary, gates: one node for what exporters write in several.
 7. attention: after settle, which leaves of the repeated keys and of the reshapes only what matters; the past and the present
    become pools, and the mask, which nothing reads any more, goes. group_query: the same for onnxruntime's own operator.
@@ -19,6 +19,7 @@ from dataclasses import replace
 from converters.match import Record, Rewrite, apply
 from converters.passes.attention import attention
 from converters.passes.embedding import embedding
+from converters.passes.flat import flat
 from converters.passes.fold import fold
 from converters.passes.gates import gates
 from converters.passes.group_query import group_query
@@ -26,12 +27,13 @@ from converters.passes.last import last
 from converters.passes.linear import linear
 from converters.passes.norms import norms
 from converters.passes.positions import positions
+from converters.passes.quantized import quantized
 from converters.passes.rotary import rotary
 from converters.passes.settle import settle
 from mlx_transmuter.program import Program
 
 # What leaves past and present as they are, and what makes pools of them.
-IN_GRAPH: tuple[Rewrite, ...] = (fold, positions, settle, embedding, linear, norms, rotary, gates)
+IN_GRAPH: tuple[Rewrite, ...] = (fold, positions, settle, embedding, linear, quantized, flat, norms, rotary, gates)
 OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last)
 
 

@@ -168,7 +168,7 @@ def _fresh(graph: Graph, entry: Entry) -> str:
 def _scores(graph: Graph, seen: Observation, presents: dict[str, Entry], value: str) -> Scores | str:
     """What the value is as scores of attention, or why it is none."""
     node = graph.producer(value)
-    unknown = f"the scores come from {node.op if node else value!r}"
+    unknown = f"the scores come from {node.op if node else value}"
     if node is None:
         return unknown
     if is_kind(node, "MatMul"):

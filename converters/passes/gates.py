@@ -1,33 +1,78 @@
-"""Gates: activations that exporters write in several nodes become one."""
+"""Gates: activations that exporters write in several nodes become one.
+
+Gelu alone has a dozen spellings. So an activation isn't recognised by its nodes: a small cone of elementwise nodes over one value
+is computed on a grid, and what it gives is compared with the activations that there are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import mlx.core as mx
+import numpy as np
+
 from converters.match import Answer, Become, Graph, is_kind
-from converters.patterns import Op, Scalar, Var, find
+from mlx_transmuter import ops
+from mlx_transmuter.module import evaluate
+from mlx_transmuter.ops.fused import ACTIVATIONS
 from mlx_transmuter.program import Node
 
-_X = Var("x")
-_SILU = Op("Mul", _X, Op("Sigmoid", _X))
-SILU_GATE = Op("Mul", _SILU, Var("up"))
-_CUBE = Op("Mul", Scalar(value=0.044715), Op("Pow", _X, Scalar(value=3.0)))
-_INNER = Op("Mul", Op("Add", _X, _CUBE), Scalar(value=0.7978845608028654))
-GELU_TANH = Op("Mul", Op("Mul", _X, Scalar(value=0.5)), Op("Add", Op("Tanh", _INNER), Scalar(value=1.0)))
-_ERF = Op("Add", Op("Erf", Op("Div", _X, Scalar(value=1.4142135623730951))), Scalar(value=1.0))
-GELU = (Op("Mul", Op("Mul", _X, _ERF), Scalar(value=0.5)), Op("Mul", Op("Mul", _X, Scalar(value=0.5)), _ERF))
+_CURVES = ("Sigmoid", "Tanh", "Erf")
+_ELEMENTWISE = (*_CURVES, "Mul", "Add", "Sub", "Div", "Pow", "Sqrt", "Neg")
+_MOST = 14
+_GRID = np.concatenate([np.linspace(-12, 12, 2001), [-60.0, 60.0]]).astype(np.float32)
 
 
 def gates(graph: Graph) -> Iterator[Answer]:
-    """x · sigmoid(x) [· up] → mlx.silu or mlx.silu_gate; the spellings of Gelu → Gelu. Hendrycks & Gimpel 2016."""
-    for node in graph.nodes:
-        if not is_kind(node, "Mul"):
+    """x · sigmoid(x), the forms of Gelu and the like → mlx.activate; with the product after it → mlx.gate."""
+    wanted = {kind: ops.to_host(function(mx.array(_GRID))) for kind, function in ACTIVATIONS.items()}
+    order = {id(node): i for i, node in enumerate(graph.nodes)}
+    taken: set[int] = set()
+    for node in reversed(graph.nodes):
+        if id(node) in taken or not is_kind(node, "Mul"):
             continue
-        if (found := find(graph, node, SILU_GATE)) is not None:
-            yield Become(node, (Node("mlx.silu_gate", (found["x"], found["up"]), node.outputs, name=node.name),))
-        elif (found := find(graph, node, _SILU)) is not None:
-            yield Become(node, (Node("mlx.silu", (found["x"],), node.outputs, name=node.name),))
-        elif (found := find(graph, node, GELU_TANH)) is not None:
-            yield Become(node, (Node("Gelu-20", (found["x"],), node.outputs, {"approximate": "tanh"}, node.name),))
-        elif (found := next((f for p in GELU if (f := find(graph, node, p)) is not None), None)) is not None:
-            yield Become(node, (Node("Gelu-20", (found["x"],), node.outputs, name=node.name),))
+        cone = _cone(graph, node, order)
+        kind = _kind(graph, *cone, wanted) if cone else None
+        if cone is None or kind is None:
+            continue
+        source, nodes = cone
+        taken.update(id(one) for one in nodes)
+        after = graph.only_consumer(node.outputs[0])
+        others = [name for name in after.inputs if name != node.outputs[0]] if after and is_kind(after, "Mul") else []
+        if after and len(others) == 1 and graph.constant(others[0]) is None and graph.weight(others[0]) is None:
+            yield Become(after, (Node("mlx.gate", (source, others[0]), after.outputs, {"kind": kind}, node.name),))
+        else:
+            yield Become(node, (Node("mlx.activate", (source,), node.outputs, {"kind": kind}, node.name),))
+
+
+def _cone(graph: Graph, root: Node, order: dict[int, int]) -> tuple[str, list[Node]] | None:
+    """The value that the root depends on alone by elementwise nodes, a curve among them, and these nodes in their order."""
+    nodes = {id(root): root}
+    frontier = {name for name in root.inputs if graph.constant(name) is None}
+    while len(nodes) <= _MOST and frontier:
+        curved = any(is_kind(node, kind) for node in nodes.values() for kind in _CURVES)
+        if len(frontier) == 1 and curved:
+            return frontier.pop(), sorted(nodes.values(), key=lambda node: order[id(node)])
+        makers = [maker for name in frontier if (maker := graph.producer(name)) is not None]
+        latest = max(makers, key=lambda node: order[id(node)], default=None)
+        if latest is None or not any(is_kind(latest, kind) for kind in _ELEMENTWISE):
+            return None
+        nodes[id(latest)] = latest
+        frontier -= set(latest.outputs)
+        frontier |= {name for name in latest.inputs if graph.constant(name) is None}
+    return None
+
+
+def _kind(graph: Graph, source: str, nodes: list[Node], wanted: dict[str, np.ndarray]) -> str | None:
+    """The activation that the nodes compute of the source, or None."""
+    constants = {name: value for node in nodes for name in node.inputs if (value := graph.constant(name)) is not None}
+    if any(value.size != 1 or value.dtype.kind != "f" for value in constants.values()):
+        return None
+    values = {name: value.astype(np.float32) for name, value in constants.items()} | {source: _GRID}
+    try:
+        for node in nodes:
+            values |= dict(zip(node.outputs, evaluate(node, values), strict=False))
+    except ops.OperatorError:
+        return None
+    found = values[nodes[-1].outputs[0]]
+    return next((kind for kind, curve in wanted.items() if np.allclose(found, curve, rtol=2e-6, atol=2e-6)), None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from converters.match import Answer, Become, Declined, Graph, is_kind
 from converters.tensors import Tensor
 from mlx_transmuter.program import Node
@@ -11,13 +13,13 @@ from mlx_transmuter.program import Node
 FLOATS = ("float32", "float16", "bfloat16")
 
 
-def layer_names(graph: Graph, weight: str, bias: str = "") -> tuple[str, str, str]:
-    """The path of the layer that gets the weight and the bias of these names, and the names that the two have in it.
+def layer_names(graph: Graph, weight: str, *others: str) -> tuple[str, str, str]:
+    """The path of the layer that gets the weight of that name and the `others`, and what its weight and bias are called.
 
     A scope may hold more than its layer does, such as a bias that another node adds; the layer then gets a scope of its own.
     """
     path = weight.removesuffix(".weight")
-    if any(name.startswith(f"{path}.") and name not in (weight, bias) for name in graph.program.arrays):
+    if any(name.startswith(f"{path}.") and name not in (weight, *others) for name in graph.program.arrays):
         path += ".layer"
     return path, f"{path}.weight", f"{path}.bias"
 
@@ -33,8 +35,8 @@ def linear(graph: Graph) -> Iterator[Answer]:
         if matrix.dtype not in FLOATS:
             yield Declined(node, f"the matrix is {matrix.dtype}; wanted a float type")
             continue
-        table, _, _ = layer_names(graph, name)
-        if graph.program.layers.get(table, {}).get("kind") == "Embedding":
+        table = _table(graph, name, matrix) if not bias else None
+        if table is not None:
             yield Become(node, (Node("mlx.as_linear", (node.inputs[0], table), node.outputs, name=node.name),))
             continue
         root, outputs = node, node.outputs
@@ -61,6 +63,23 @@ def linear(graph: Graph) -> Iterator[Answer]:
             layers={path: {"kind": "Linear", "bias": bool(bias)}},
             arrays=arrays,
         )
+
+
+def _table(graph: Graph, name: str, matrix: Tensor) -> str | None:
+    """The path of the embedding whose table the matrix [out, in] is, or is a copy of, as exporters make of tied weights."""
+    own, _, _ = layer_names(graph, name)
+    for path, layer in graph.program.layers.items():
+        if layer["kind"] != "Embedding":
+            continue
+        table = graph.program.arrays[f"{path}.weight"]
+        if path == own or (table.shape == matrix.shape and table.dtype == matrix.dtype and _equal(table, matrix)):
+            return path
+    return None
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    first, second = one.read(), other.read()
+    return bool((first[:1] == second[:1]).all()) and np.array_equal(first, second)
 
 
 def _product(graph: Graph, node: Node) -> tuple[str, Tensor, str] | None:

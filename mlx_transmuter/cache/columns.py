@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter.cache.error import INT32_MAX
+
+if TYPE_CHECKING:
+    from mlx_transmuter.cache.index import CacheIndex
 
 
 def left_padded(lanes: Sequence[Sequence[int]], seq: int) -> mx.array:
@@ -33,54 +37,107 @@ def head_slots(slots: mx.array, n: int, block: int) -> mx.array:
     return mx.where(inside, (slots // block * n + head) * block + slots % block, -1)
 
 
-def stands(columns: mx.array, every: int) -> mx.array:
-    """The position each column stands at: its own, or the last one of its block of `every` positions."""
+def at(index: CacheIndex) -> mx.array:
+    """The tokens' positions int32 [batch, seq], negative for all of a lane whose row is outside the table."""
+    if index._row is None or index._table is None:
+        return index._pos
+    inside = (index._row >= 0) & (index._row < index._table.shape[0])
+    return mx.where(inside[:, None], index._pos, -1)
+
+
+def read_table(index: CacheIndex) -> mx.array:
+    """The table whose slots the pools are, of positions or of blocks, lane by lane: int32 [batch, columns]."""
+    table = index._table if index._every == 1 else dict(index._blocks)[index._every]
+    assert table is not None
+    return table if index._row is None else mx.take(table, mx.clip(index._row, 0, table.shape[0] - 1), axis=0)
+
+
+def mask(index: CacheIndex) -> mx.array:
+    """Which columns each token sees: bool [batch, seq, context], or [batch, seq, k] of those it chose."""
+    tokens, window, chosen = index._at, index._window, index._columns
+    if index._table is None and index._every == 1:
+        seen = _sees(tokens[:, None, :], tokens[:, :, None], window)
+        if index._case == "packed":  # sequences of one lane differ in the token that begins them
+            start = mx.arange(index.seq, dtype=mx.int32) - tokens
+            seen = seen & (start[:, None, :] == start[:, :, None])
+        return (
+            seen
+            if chosen is None
+            else mx.take_along_axis(seen, _inside(chosen, index.seq), axis=2) & _is_in(chosen, index)
+        )
+    if chosen is not None:
+        places = _stands(_inside(chosen, index.context), index._every)
+        return _sees(places, tokens[:, :, None], window) & _is_in(chosen, index)
+    if index._sees is None:
+        return _sees(_stands(mx.arange(index.context, dtype=mx.int32), index._every), tokens[:, :, None], window)
+    first = mx.where(tokens >= 0, tokens, INT32_MAX).min(axis=1)[:, None, None]
+    places = mx.arange(index._read_table.shape[1], dtype=mx.int32)
+    before = _sees(places, tokens[:, :, None], window) & (places < first)
+    own = _sees(tokens[:, None, :], tokens[:, :, None], window) & index._sees
+    return mx.concatenate([before, own], axis=2)
+
+
+def live(index: CacheIndex) -> mx.array:
+    """Which of the columns that are read some token sees: bool, as sources."""
+    if index._columns is not None:
+        return index._mask
+    if index._table is None:
+        return _closing(index)[1]
+    return index._mask[..., : index._read_table.shape[1]].any(axis=1)
+
+
+def targets(index: CacheIndex) -> mx.array:
+    """The slot each token stores at, int32 [batch · seq], -1 for none."""
+    tokens, every = index._at, index._every
+    if index._slots is not None:
+        return mx.where(tokens >= 0, index._slots, -1).reshape(-1)
+    own = tokens if every == 1 else mx.where((tokens >= 0) & (tokens % every == every - 1), tokens // every, -1)
+    width = index._read_table.shape[1]
+    slots = mx.take_along_axis(index._read_table, _inside(own, width), axis=1)
+    return mx.where((own >= 0) & (own < width), slots, -1).reshape(-1)
+
+
+def sources(index: CacheIndex) -> mx.array:
+    """The slot of each column read, int32 [batch, columns] or [batch, seq, k]; of a whole index, the token."""
+    if index._table is not None:
+        return _chosen(index, index._read_table)
+    tokens = mx.broadcast_to(mx.arange(index.seq, dtype=mx.int32), (index.batch, index.seq))
+    tokens = _chosen(index, tokens if index._every == 1 else _closing(index)[0])
+    return tokens + index.seq * mx.arange(index.batch, dtype=mx.int32).reshape(-1, *(1,) * (tokens.ndim - 1))
+
+
+def _sees(places: mx.array, tokens: mx.array, window: int | None) -> mx.array:
+    """Whether tokens at positions see columns standing at places, broadcast; padding neither sees nor is seen."""
+    seen = (places >= 0) & (places <= tokens)
+    return seen if window is None else seen & (places > tokens - min(window, INT32_MAX))
+
+
+def _stands(columns: mx.array, every: int) -> mx.array:
+    """The position each column stands at: its own, or the last one of its block."""
     return columns if every == 1 else columns * every + (every - 1)
 
 
-def own_columns(at: mx.array, every: int) -> mx.array:
-    """The column that stands at each position of at, -1 where none does (inside a block, or padding)."""
-    return at if every == 1 else mx.where((at >= 0) & (at % every == every - 1), at // every, -1)
+def _inside(columns: mx.array, width: int) -> mx.array:
+    return mx.clip(columns, 0, width - 1)
 
 
-def sees(places: mx.array, at: mx.array, window: int | None) -> mx.array:
-    """Whether tokens at positions `at` see columns standing at `places`, both broadcast; neither sees or shows padding."""
-    seen = (places >= 0) & (places <= at)
-    return seen if window is None else seen & (places > at - min(window, INT32_MAX))
+def _is_in(columns: mx.array, index: CacheIndex) -> mx.array:
+    return (columns >= 0) & (columns < index.context)
 
 
-def whole_mask(at: mx.array, window: int | None, packed: bool) -> mx.array:
-    """Which tokens of its lane each token sees, [batch, seq, seq]. Packed sequences differ in where they start."""
-    mask = sees(at[:, None, :], at[:, :, None], window)
-    if packed:
-        start = mx.arange(at.shape[1], dtype=mx.int32) - at
-        mask = mask & (start[:, None, :] == start[:, :, None])
-    return mask
+def _chosen(index: CacheIndex, table: mx.array) -> mx.array:
+    """table [batch, columns], or under a selection what it has at the columns each token chose, [batch, seq, k]."""
+    if index._columns is None:
+        return table
+    flat = _inside(index._columns, table.shape[1]).reshape(index.batch, -1)
+    return mx.take_along_axis(table, flat, axis=1).reshape(index._columns.shape)
 
 
-def draft_mask(context: int, at: mx.array, allowed: mx.array, window: int | None) -> mx.array:
-    """What draft tokens see, [batch, seq, context + seq]: the columns before the call, and the tokens `allowed` says."""
-    first = mx.where(at >= 0, at, INT32_MAX).min(axis=1)[:, None, None]
-    places = mx.arange(context, dtype=mx.int32)
-    before = sees(places, at[:, :, None], window) & (places < first)
-    return mx.concatenate([before, sees(at[:, None, :], at[:, :, None], window) & allowed], axis=2)
+def _closing(index: CacheIndex) -> tuple[mx.array, mx.array]:
+    """Of a whole index: the token that closes each block, int32 [batch, blocks], and whether the lane has it.
 
-
-def chosen_mask(columns: mx.array, context: int, every: int, at: mx.array, window: int | None) -> mx.array:
-    """Which of its chosen columns, int32 [batch, seq, k], each token sees; one outside the context is not seen."""
-    places = stands(mx.clip(columns, 0, context - 1), every)
-    return sees(places, at[:, :, None], window) & (columns >= 0) & (columns < context)
-
-
-def chosen_tokens_mask(columns: mx.array, mask: mx.array) -> mx.array:
-    """As chosen_mask where a column is a token of the lane: mask is whole_mask's."""
-    seq = mask.shape[2]
-    seen = mx.take_along_axis(mask, mx.clip(columns, 0, seq - 1), axis=2)
-    return seen & (columns >= 0) & (columns < seq)
-
-
-def closing_tokens(columns: mx.array, at: mx.array, every: int) -> tuple[mx.array, mx.array]:
-    """The token that closes each block, int32 [batch, n], of lanes padded on the left, and whether the lane has it."""
-    seq = at.shape[1]
-    token = stands(columns, every) + (seq - 1 - at[:, -1:])
-    return mx.clip(token, 0, seq - 1), token < seq
+    Lanes are padded on the left, so the token at position p is p tokens after the lane's first.
+    """
+    blocks = _stands(mx.arange(index.context, dtype=mx.int32), index._every)
+    token = blocks + (index.seq - 1 - index._at[:, -1:])
+    return _inside(token, index.seq), token < index.seq

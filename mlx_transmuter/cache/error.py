@@ -107,7 +107,7 @@ def _host(where: str, values: Any) -> np.ndarray:
 
 def _shaped(where: str, values: mx.array, shape: Sequence[int | str]) -> None:
     fits = values.ndim == len(shape) and all(
-        have > 0 and (have == want or isinstance(want, str)) for have, want in zip(values.shape, shape)
+        have > 0 and (have == want or isinstance(want, str)) for have, want in zip(values.shape, shape, strict=True)
     )
     if not fits:
         wanted = ", ".join(map(str, shape))

@@ -20,25 +20,26 @@ Signature = tuple[tuple[Any, ...], ...]
 class CacheIndex:
     """Where the tokens of one call sit in a cache: the position of each, and the slots that hold its sequence.
 
-    A pool is one array [slots, ...] of any dtype; a slot is a row of it, and there is no batch axis. The tokens of a call
-    are `batch` lanes of `seq`. A table, int32 [rows, context], names the slots of each sequence, and `row` the sequence of
-    each lane. One run of slots per row, pages, a shared prefix, a forked beam, a tree of guesses and packed prompts are
-    all values of this type; a layer calls `extend` on each of its pools and attends under `visible`, whatever the value.
+    A pool is one array [slots, ...] of any dtype; a slot is a row of it, and there is no batch axis. The tokens of a
+    call are `batch` lanes of `seq`. A table, int32 [rows, context], names the slots of each sequence, and `row` the
+    sequence of each lane. One run of slots per row, pages, a shared prefix, a forked beam, a tree of guesses and
+    packed prompts are all values of this type; a layer calls `extend` on each of its pools and attends under
+    `visible`, whatever the value.
 
     Build one with `make`, `rows`, `whole` or `packed`. Arguments are lists, numpy or MLX arrays; on the device all is
-    int32. A wrong one raises CacheError, a ValueError. Nothing here looks at a value on the device: every method works on
-    the tracers of mx.compile and gives there what it gives eagerly.
+    int32. A wrong one raises CacheError, a ValueError. Nothing here looks at a value on the device: every method works
+    on the tracers of mx.compile and gives there what it gives eagerly.
 
     The laws:
 
-    1. Column is position. Column j of a sequence's row of the table is the slot of its position j; of a table of blocks
-       of m positions, the slot of block j, which stands at its last position j·m + m - 1. Under a draft the call's tokens
-       are columns too, after the table's, each at its token's position. The caller keeps a slot to one column of a row,
-       lets sequences share a slot only at the same column after the same tokens, and frees a column once no token still
-       to come can look back to it.
-    2. -1 addresses nothing, and so does every number outside its range: as a position it is padding, in a table a column
-       without a slot, as a lane's row a lane that is all padding. A store there is dropped and a read is zero. A column
-       without a slot inside what a token sees is a hole: a zero row that the mask shows.
+    1. Column is position. Column j of a sequence's row of the table is the slot of its position j; of a table of
+       blocks of m positions, the slot of block j, which stands at its last position j·m + m - 1. Under a draft the
+       call's tokens are columns too, after the table's, each at its token's position. The caller keeps a slot to one
+       column of a row, lets sequences share a slot only at the same column after the same tokens, and frees a column
+       once no token still to come can look back to it.
+    2. -1 addresses nothing, and so does every number outside its range: as a position it is padding, in a table a
+       column without a slot, as a lane's row a lane that is all padding. A store there is dropped and a read is zero.
+       A column without a slot inside what a token sees is a hole: a zero row that the mask shows.
     3. A token stores at its own column, the one that stands at its position: in blocks, only a block's last token has
        one; under a draft, at the slot the draft names. Past the last column it stores nothing.
     4. The caller aims each store of a call at a slot of its own, and at none that another sequence's table names. Two
@@ -71,8 +72,9 @@ class CacheIndex:
         """Tokens at positions pos int32 [batch, seq] of sequences at the slots of table int32 [rows, context].
 
         row, int32 [batch], is the sequence of each lane; without it lane b is sequence b. Several lanes may name one
-        sequence: its tokens see each other as in one lane. every has pairs (m, blocks) for layers that keep one entry per
-        block of m positions: blocks, int32 [rows, context_m], names the slots of the blocks in those layers' pools.
+        sequence: its tokens see each other as in one lane. every has pairs (m, blocks) for layers that keep one entry
+        per block of m positions: blocks, int32 [rows, context_m], names the slots of the blocks in those layers'
+        pools.
 
         Raises CacheError for a wrong shape, an empty axis, an m below 2 or given twice.
         """
@@ -90,11 +92,11 @@ class CacheIndex:
 
     @classmethod
     def rows(cls, context: int, lens: Any, every: Iterable[int] = ()) -> CacheIndex:
-        """Row b owns the run of `context` slots from b · context, and holds lens[b] tokens at positions 0 to lens[b] - 1.
+        """Row b owns the `context` slots from b · context and holds lens[b] tokens at positions 0 to lens[b] - 1.
 
-        Lanes are padded on the left to the longest, so the last token is every lane's last; pad the ids the same way. The
-        pools have len(lens) · context slots. For each m of every, row b also owns the run of c = ⌈context / m⌉ block
-        slots from b · c. Reads are slices of the pool, not gathers.
+        Lanes are padded on the left to the longest, so the last token is every lane's last; pad the ids the same way.
+        The pools have len(lens) · context slots. For each m of every, row b also owns the run of c = ⌈context / m⌉
+        block slots from b · c. Reads are slices of the pool, not gathers.
 
         Raises CacheError without a lane, for a context below 1, a length outside 0 to context, an m below 2 or twice.
         """
@@ -123,7 +125,7 @@ class CacheIndex:
 
     @classmethod
     def packed(cls, seq: int, lens: Any) -> CacheIndex:
-        """The whole index of lanes of several sequences: lane b holds lens[b][0], lens[b][1], ... tokens, one after another.
+        """The whole index of lanes of several sequences: lane b holds lens[b][0], then lens[b][1], ... tokens.
 
         Lanes are padded on the left to seq. A token sees those of its own sequence, at or before it, alone. Raises
         CacheError without a lane, for a seq below 1, a negative length, or a lane of more than seq tokens.
@@ -142,16 +144,16 @@ class CacheIndex:
     # Other readings of the same tokens
 
     def window(self, w: int) -> CacheIndex:
-        """The index whose tokens see only the last w positions up to their own, in place of the window it had; w ≥ 1."""
+        """The index whose tokens see only the last w ≥ 1 positions up to their own, in place of the window it had."""
         return replace(self, _window=integer("CacheIndex.window", w, 1))
 
     def select(self, columns: Any) -> CacheIndex:
         """The index whose tokens read only the columns they choose, int32 [batch, seq, k], in that order.
 
-        extend's seen is then [batch, seq, k, ...] and mask [batch, seq, k]. A column the token doesn't see reads as zero
-        and is masked; one without a slot reads as zero; one chosen twice is read twice. Stores don't change. On a whole
-        index a column is a token of the lane, or under every a block. Replaces the selection it had. Raises CacheError
-        for another shape, k = 0, or a draft.
+        extend's seen is then [batch, seq, k, ...] and mask [batch, seq, k]. A column the token doesn't see reads as
+        zero and is masked; one without a slot reads as zero; one chosen twice is read twice. Stores don't change. On a
+        whole index a column is a token of the lane, or under every a block. Replaces the selection it had. Raises
+        CacheError for another shape, k = 0, or a draft.
         """
         if self._slots is not None:
             raise CacheError("CacheIndex.select", "a draft", "an index without one")
@@ -167,33 +169,40 @@ class CacheIndex:
         says, of both those at or before its position and inside the window. Afterwards the caller keeps a path by
         writing the slots of its tokens into the next call's table; the others are free, and nothing is copied.
 
-        Replaces the draft it had. Raises CacheError for another shape, or an index that is whole, reads blocks or selects.
+        Replaces the draft it had. Raises CacheError for another shape, or an index that is whole, reads blocks or
+        selects.
         """
         if self._case != "tabled" or self._every != 1 or self._columns is not None:
             raise CacheError("CacheIndex.draft", repr(self), "an index over a table, without blocks or a selection")
         slots = integers("CacheIndex.draft: slots", slots, [self.batch, self.seq])
-        return replace(self, _slots=slots, _sees=booleans("CacheIndex.draft: sees", sees, [self.batch, self.seq, self.seq]))
+        return replace(
+            self, _slots=slots, _sees=booleans("CacheIndex.draft: sees", sees, [self.batch, self.seq, self.seq])
+        )
 
     def every(self, m: int) -> CacheIndex:
         """The index read in blocks of m positions, for a layer that keeps one entry per block (law 1).
 
         extend stores the values of the tokens that close a block; a token sees a block from its last position on, and
-        under a window only while that position is inside. The pools are those of the blocks' table. On a whole index the
-        columns are the lane's ⌈seq / m⌉ blocks, seen the values of the tokens that close them, zero where none does.
-        every(m) of an index in blocks of m is itself. Raises CacheError for an m below 1 and, unless it is that, for an
-        index in blocks of another size, with a selection or a draft, packed, or without a table of blocks of m.
+        under a window only while that position is inside. The pools are those of the blocks' table. On a whole index
+        the columns are the lane's ⌈seq / m⌉ blocks, seen the values of the tokens that close them, zero where none
+        does. every(m) of an index in blocks of m is itself. Raises CacheError for an m below 1 and, unless it is that,
+        for an index in blocks of another size, with a selection or a draft, packed, or without a table of blocks of m.
         """
         m = integer("CacheIndex.every", m, 1)
         if m == self._every:
             return self
         if self._every != 1 or self._columns is not None or self._slots is not None or self._case == "packed":
-            raise CacheError(f"CacheIndex.every({m})", repr(self), "an index of positions, unpacked, no selection or draft")
+            raise CacheError(
+                f"CacheIndex.every({m})", repr(self), "an index of positions, unpacked, no selection or draft"
+            )
         if self._case == "tabled" and m not in dict(self._blocks):
-            raise CacheError("CacheIndex.every", m, f"one of the tables of blocks it has: {[m for m, _ in self._blocks]}")
+            raise CacheError(
+                "CacheIndex.every", m, f"one of the tables of blocks it has: {[m for m, _ in self._blocks]}"
+            )
         return replace(self, _every=m)
 
     def advance(self) -> CacheIndex:
-        """The index of the next token of every lane: seq is 1, one past the lane's greatest position; padding goes to 0.
+        """The index of the next token of every lane: one past the lane's greatest position, padding at 0.
 
         Keeps window and every, drops selection and draft. Where two lanes name one sequence this isn't the sequence's
         next position: make the index there. Raises CacheError on a whole index.
@@ -204,22 +213,23 @@ class CacheIndex:
         return replace(self, _pos=after, _columns=None, _slots=None, _sees=None)
 
     def at(self, pos: Any) -> CacheIndex:
-        """The index of other tokens of the same lanes, at positions pos int32 [batch, seq], without selection and draft.
+        """The index of other tokens of these lanes, at positions pos int32 [batch, seq], without selection and draft.
 
         The constructors of runs place tokens by their number; a step that continues some of them places its own. Raises
         CacheError for another number of lanes, or on a whole index, whose tokens are its columns.
         """
         if self._table is None:
             raise CacheError("CacheIndex.at", repr(self), "an index over a table")
-        return replace(self, _pos=integers("CacheIndex.at: pos", pos, [self.batch, "seq"]), _columns=None, _slots=None, _sees=None)
+        pos = integers("CacheIndex.at: pos", pos, [self.batch, "seq"])
+        return replace(self, _pos=pos, _columns=None, _slots=None, _sees=None)
 
     def narrow(self, context: int) -> CacheIndex:
-        """The index that reads only the first `context` columns: the caller promises that all positions fit.
+        """The index that reads only the first `context` columns; the caller promises that positions fit.
 
         A token past them stores nothing. Tables of blocks of m keep the ⌈context / m⌉ blocks those positions need. An
-        index of `rows` keeps its runs and stays a slice of the pool, and `walk` says so: without a narrow, a rows index
-        walks as any table of its shape and reads by gathers once it is rebuilt. Raises CacheError for a context outside 1
-        to the table's, or a whole index.
+        index of `rows` keeps its runs and stays a slice of the pool, and `walk` says so: without a narrow, a rows
+        index walks as any table of its shape and reads by gathers once it is rebuilt. Raises CacheError for a context
+        outside 1 to the table's, or a whole index.
         """
         if self._table is None:
             raise CacheError("CacheIndex.narrow", repr(self), "an index over a table")
@@ -231,11 +241,11 @@ class CacheIndex:
         """The index over pools [n · slots, dim] that keep n heads apart, its lanes the batch · n pairs (lane, head).
 
         Slots come in blocks of `block`, and in the pool a block of each head follows the other: head h of slot s is at
-        (s // block · n + h) · block + s mod block. With block the number of slots that is h · slots + s. The pool's slots
-        are whole blocks. extend takes values [batch · n, seq, dim] and gives seen [batch · n, context, dim], which
-        reshapes to [batch, n, context, dim] without a copy. An index of `rows` without tables of blocks stays a slice of
-        the pool where block is its context before any narrow: then the pool is [batch, n, context, dim] as it lies.
-        Raises CacheError for an n or a block below 1.
+        (s // block · n + h) · block + s mod block. With block the number of slots that is h · slots + s. The pool's
+        slots are whole blocks. extend takes values [batch · n, seq, dim] and gives seen [batch · n, context, dim],
+        which reshapes to [batch, n, context, dim] without a copy. An index of `rows` without tables of blocks stays a
+        slice of the pool where block is its context before any narrow: then the pool is [batch, n, context, dim] as it
+        lies. Raises CacheError for an n or a block below 1.
         """
         n = integer("CacheIndex.heads: n", n, 1)
         block = integer("CacheIndex.heads: block", block, 1, INT32_MAX // n)
@@ -298,16 +308,18 @@ class CacheIndex:
     def extend(self, values: Any, pool: Any) -> tuple[mx.array, mx.array]:
         """(seen, pool'): values [batch, seq, ...] stored in pool [slots, ...], and what the tokens attend over.
 
-        pool' differs from pool in the slots the tokens address alone. It takes pool's memory, at the cost of the call's
-        tokens, when nobody else holds pool at evaluation: let `Pools` own it, and give each pool to one extend a step.
-        seen, [batch, context, ...], is read from pool', zero in the columns that no token of the lane sees or that have no
-        slot; under a selection [batch, seq, k, ...]; under a draft the table's columns, then values. On a whole index
-        pool' is pool and seen is values, or what every or select make of them. Raises CacheError for values of another
-        shape or dtype than the pool's.
+        pool' differs from pool in the slots the tokens address alone. It takes pool's memory, at the cost of the
+        call's tokens, when nobody else holds pool at evaluation: let `Pools` own it, and give each pool to one extend
+        a step. seen, [batch, context, ...], is read from pool', zero in the columns that no token of the lane sees or
+        that have no slot; under a selection [batch, seq, k, ...]; under a draft the table's columns, then values. On a
+        whole index pool' is pool and seen is values, or what every or select make of them. Raises CacheError for
+        values of another shape or dtype than the pool's.
         """
         values, pool = self._matching("CacheIndex.extend", values, pool)
+        if self._table is None and self._columns is None and self._every == 1:
+            return values, pool
         if self._table is None:
-            return self._read_values(values), pool
+            return read_rows(values.reshape(self.batch * self.seq, *pool.shape[1:]), self._sources, self._live), pool
         pool = self._store(values, pool)
         seen = self._read(pool)
         return (seen if self._slots is None else mx.concatenate([seen, values], axis=1)), pool
@@ -320,12 +332,14 @@ class CacheIndex:
     def read(self, pool: Any, *, zero: bool = True) -> mx.array:
         """The seen of extend alone, from a pool that store gave.
 
-        With zero=False a column that no token sees may keep what its slot holds: a run of slots is then read by a view of
-        the pool and nothing moves. That breaks law 6 and is for pools that never held NaN or infinity. Raises CacheError
-        on a whole index and under a draft, whose columns are values that the pool doesn't hold.
+        With zero=False a column that no token sees may keep what its slot holds: a run of slots is then read by a view
+        of the pool and nothing moves. That breaks law 6 and is for pools that never held NaN or infinity. Raises
+        CacheError on a whole index and under a draft, whose columns are values that the pool doesn't hold.
         """
         if self._table is None or self._slots is not None:
-            raise CacheError("CacheIndex.read", repr(self), "an index over a table, without a draft", "Use extend here.")
+            raise CacheError(
+                "CacheIndex.read", repr(self), "an index over a table, without a draft", "Use extend here."
+            )
         return self._read(pool if isinstance(pool, mx.array) else mx.array(pool), zero)
 
     def mask(self) -> mx.array:
@@ -339,12 +353,12 @@ class CacheIndex:
     # Structure
 
     def walk(self) -> tuple[Signature, list[mx.array]]:
-        """(signature, leaves): all that a compiled step depends on beside its shapes, hashable, and the arrays it takes.
+        """(signature, leaves): what a compiled step depends on beside its shapes, hashable, and the arrays it takes.
 
-        Two indices share a compiled step exactly when their signatures agree: the case (whole, packed, tabled), whether
-        row is given, the sizes of blocks in order, every, the window, whether there are a selection and a draft, and the
-        run's stride of an index that `narrow` made from rows. Leaves in order: row, positions, table, tables of blocks,
-        columns, the draft's slots, its sees.
+        Two indices share a compiled step exactly when their signatures agree: the case (whole, packed, tabled),
+        whether row is given, the sizes of blocks in order, every, the window, whether there are a selection and a
+        draft, and the run's stride of an index that `narrow` made from rows. Leaves in order: row, positions, table,
+        tables of blocks, columns, the draft's slots, its sees.
         """
         signature = (
             ("tokens", self._case, self._row is not None, tuple(m for m, _ in self._blocks)),
@@ -395,59 +409,14 @@ class CacheIndex:
         parts += ["draft"] if self._slots is not None else []
         return f"CacheIndex({', '.join(parts)})"
 
-    # What the layers of a step share: each is computed once per index, not once per pool
+    # What the layers of a step share: computed once per index, not once per pool
 
-    @cached_property
-    def _at(self) -> mx.array:
-        """The tokens' positions, negative for all of a lane whose row is outside the table."""
-        if self._row is None or self._table is None:
-            return self._pos
-        inside = (self._row >= 0) & (self._row < self._table.shape[0])
-        return mx.where(inside[:, None], self._pos, -1)
-
-    @cached_property
-    def _read_table(self) -> mx.array:
-        """The table whose slots the pools are, [batch, columns]: lane by lane, of positions or of blocks."""
-        table = self._table if self._every == 1 else dict(self._blocks)[self._every]
-        assert table is not None
-        return table if self._row is None else mx.take(table, mx.clip(self._row, 0, table.shape[0] - 1), axis=0)
-
-    @cached_property
-    def _mask(self) -> mx.array:
-        if self._case == "tabled" or self._every > 1:
-            if self._sees is not None:
-                return see.draft_mask(self._read_table.shape[1], self._at, self._sees, self._window)
-            if self._columns is not None:
-                return see.chosen_mask(self._columns, self.context, self._every, self._at, self._window)
-            places = see.stands(mx.arange(self.context, dtype=mx.int32), self._every)
-            return see.sees(places, self._at[:, :, None], self._window)
-        mask = see.whole_mask(self._at, self._window, self._case == "packed")
-        return mask if self._columns is None else see.chosen_tokens_mask(self._columns, mask)
-
-    @cached_property
-    def _live(self) -> mx.array:
-        """Which of the columns read are seen at all: [batch, columns of the table], or the mask of a selection."""
-        return self._mask if self._columns is not None else self._mask[..., : self._read_table.shape[1]].any(axis=1)
-
-    @cached_property
-    def _targets(self) -> mx.array:
-        """The slot each token stores at, int32 [batch · seq], -1 for none."""
-        if self._slots is not None:
-            return mx.where(self._at >= 0, self._slots, -1).reshape(-1)
-        own, width = see.own_columns(self._at, self._every), self._read_table.shape[1]
-        slots = mx.take_along_axis(self._read_table, mx.clip(own, 0, width - 1), axis=1)
-        return mx.where((own >= 0) & (own < width), slots, -1).reshape(-1)
-
-    @cached_property
-    def _sources(self) -> mx.array:
-        """The slot of each column read, int32 [batch, columns], or [batch, seq, k] under a selection."""
-        return self._read_table if self._columns is None else self._chosen(self._read_table)
-
-    def _chosen(self, table: mx.array) -> mx.array:
-        """table [batch, columns] at the columns each token chose, [batch, seq, k], clipped into the table."""
-        assert self._columns is not None
-        flat = mx.clip(self._columns, 0, table.shape[1] - 1).reshape(self.batch, -1)
-        return mx.take_along_axis(table, flat, axis=1).reshape(self._columns.shape)
+    _at = cached_property(see.at)
+    _read_table = cached_property(see.read_table)
+    _mask = cached_property(see.mask)
+    _live = cached_property(see.live)
+    _targets = cached_property(see.targets)
+    _sources = cached_property(see.sources)
 
     def _matching(self, where: str, values: Any, pool: Any) -> tuple[mx.array, mx.array]:
         values, pool = (x if isinstance(x, mx.array) else mx.array(x) for x in (values, pool))
@@ -469,17 +438,3 @@ class CacheIndex:
             return read_rows(pool, self._sources, self._live)
         seen = read_runs(pool, rows, stride, context)
         return zeroed(seen, self._live) if zero else seen
-
-    def _read_values(self, values: mx.array) -> mx.array:
-        """What a whole index sees: its tokens, those that close each block, or those chosen."""
-        if self._columns is None and self._every == 1:
-            return values
-        tokens = mx.broadcast_to(mx.arange(self.seq, dtype=mx.int32), (self.batch, self.seq))
-        live = self._mask
-        if self._every > 1:
-            blocks = mx.broadcast_to(mx.arange(self.context, dtype=mx.int32), (self.batch, self.context))
-            tokens, held = see.closing_tokens(blocks, self._at, self._every)
-            live = held if self._columns is None else live
-        tokens = tokens if self._columns is None else self._chosen(tokens)
-        lane = mx.arange(self.batch, dtype=mx.int32).reshape(-1, *(1,) * (tokens.ndim - 1)) * self.seq
-        return read_rows(values.reshape(self.batch * self.seq, *values.shape[2:]), lane + tokens, live)

@@ -19,17 +19,18 @@ _MEND = (
 class Pools:
     """The arrays of a cache, axis 0 of each the slot, given away for good to each step that writes them.
 
-    MLX writes into an array's memory only when nobody else holds the array at evaluation and no read of it is unfinished;
-    else it copies the whole pool. So the arrays leave with `take`, what the step makes of them comes with `put`, and
-    `evaluate` computes it. Between `take` and `put`, and after a step that failed there, the owner is empty: the old arrays
-    may be half written over, and every use raises CacheError. `put` raises it too when somebody still holds an old array.
+    MLX writes into an array's memory only when nobody else holds the array at evaluation and no read of it is
+    unfinished; else it copies the whole pool. So the arrays leave with `take`, what the step makes of them comes with
+    `put`, and `evaluate` computes it. Between `take` and `put`, and after a step that failed there, the owner is
+    empty: the old arrays may be half written over, and every use raises CacheError. `put` raises it too when somebody
+    still holds an old array.
 
         logits, new = step(pools.take(), tokens)
         pools.put(new)
         pools.evaluate(logits)
 
-    arrays: the pools as they are at first. slots: what axis 0 counts, by default its length in the first pool; pools that
-    keep n rows for each slot (heads, see CacheIndex.heads) have n · slots.
+    arrays: the pools as they are at first. slots: what axis 0 counts, by default its length in the first pool; pools
+    that keep n rows for each slot (heads, see CacheIndex.heads) have n · slots.
     """
 
     def __init__(self, arrays: Iterable[mx.array], slots: int | None = None):
@@ -56,9 +57,10 @@ class Pools:
         return arrays
 
     def put(self, new: Sequence[mx.array]) -> None:
-        """Stores what a step made of the pools, and empties `new` where it is a list, so that the owner alone holds them.
+        """Stores what a step made of the pools and empties `new`, where it is a list: the owner alone holds them.
 
-        Raises CacheError when the pools were not taken, when an old array is still held, or when shapes or dtypes differ.
+        Raises CacheError when the pools were not taken, when an old array is still held, or when shapes or dtypes
+        differ.
         """
         if self._arrays is not None:
             raise CacheError("Pools.put", "pools that nobody took", "a take before each put", _MEND)
@@ -91,7 +93,8 @@ class Pools:
         """More slots, empty ones after those there are; each pool is copied once, one at a time.
 
         Pools of n rows a slot get n for each new one, at the end: right where their blocks (see CacheIndex.heads) are
-        whole both before and after. Raises CacheError for fewer slots than there are, or a pool of other than n · slots.
+        whole both before and after. Raises CacheError for fewer slots than there are, or a pool of other than n ·
+        slots.
         """
         arrays = self._here("grow")
         slots = integer("Pools.grow", slots, self.slots)
@@ -106,7 +109,7 @@ class Pools:
         self.slots = slots
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies rows of every pool, by their numbers on axis 0; the reads end before the writes begin, which stay in place."""
+        """Copies rows of every pool, by their numbers on axis 0. Reads end before the writes, which stay in place."""
         arrays = self._here("copy")
         if not len(sources) and not len(targets):
             return

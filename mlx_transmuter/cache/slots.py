@@ -11,7 +11,8 @@ import numpy as np
 
 from mlx_transmuter.cache.error import CacheError, integer
 
-_Key = tuple[int, tuple[int, ...]]  # (number of the kept block before, tokens of this one): names the whole prefix
+# The number of the kept block before, and the tokens of this one: names the whole prefix.
+_Key = tuple[int, tuple[int | None, ...]]
 
 
 @dataclass
@@ -34,8 +35,8 @@ class Slots:
         slots.free(sequence)
 
     Kept blocks without a user stay until their slots are wanted; the least recently used goes first. They are found by
-    their tokens and by the kept block before them, so a hit means the same whole prefix: Python's dict hashes the pair and
-    compares it, and a number that stands for a prefix is never given twice.
+    their tokens and by the kept block before them, so a hit means the same whole prefix: Python's dict hashes the pair
+    and compares it, and a number that stands for a prefix is never given twice.
 
     slots: how many the pools have, a multiple of block. Raises CacheError, as every method does for a wrong argument.
     """
@@ -87,7 +88,7 @@ class Slots:
         return self._named(opened), len(opened.tokens)
 
     def append(self, sequence: int, tokens: Iterable[int] | int) -> list[tuple[int, int]]:
-        """Gives slots to more tokens of the sequence; the copies (from slot, to slot) to make before the step that runs them.
+        """Gives slots to more tokens; the copies (from slot, to slot) to make before the step that runs them.
 
         tokens: their ids, or only how many (those are never found again). Copies arise where the last block is partly
         filled and not the sequence's alone. Raises CacheError, and changes nothing, when the slots don't suffice.
@@ -114,7 +115,7 @@ class Slots:
         return copies
 
     def fork(self, sequence: int, length: int | None = None) -> int:
-        """A new sequence of the first `length` tokens (all by default) of the sequence, in its slots: nothing is copied."""
+        """A new sequence of the first `length` tokens (by default all) of this one, in its slots: nothing is copied."""
         of = self._of("fork", sequence)
         length = len(of.tokens) if length is None else integer("Slots.fork: length", length, 0, len(of.tokens))
         forked = _Sequence(of.tokens[:length], of.blocks[: -(-length // self.block)])
@@ -162,7 +163,7 @@ class Slots:
         self._free[:0] = reversed(blocks)
 
     def table(self, sequences: Sequence[int | None], context: int) -> np.ndarray:
-        """int32 [rows, context] for CacheIndex.make: the slots of each sequence's tokens, -1 after them; None: a row of -1."""
+        """int32 [rows, context] for CacheIndex.make: the slots of each sequence's tokens, then -1; None: all -1."""
         context = integer("Slots.table: context", context, 1)
         table = np.full((len(sequences), context), -1, np.int32)
         for row, sequence in zip(table, sequences, strict=True):
@@ -170,7 +171,9 @@ class Slots:
                 continue
             of = self._of("table", sequence)
             if len(of.tokens) > context:
-                raise CacheError("Slots.table: context", context, f"at least {len(of.tokens)}, as sequence {sequence} has")
+                raise CacheError(
+                    "Slots.table: context", context, f"at least {len(of.tokens)}, as sequence {sequence} has"
+                )
             slots = np.asarray(of.blocks, np.int32)[:, None] * self.block + np.arange(self.block, dtype=np.int32)
             row[: len(of.tokens)] = slots.reshape(-1)[: len(of.tokens)]
         return table

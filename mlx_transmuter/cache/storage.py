@@ -9,12 +9,13 @@ def store_rows(pool: mx.array, slots: mx.array, values: mx.array) -> mx.array:
     """pool [slots, ...] with values [n, ...] at slots int32 [n]; a slot outside the pool stores nothing.
 
     Every other row keeps its bits. The write costs the n rows alone and takes the pool's memory when nobody else holds
-    the pool at evaluation. Two rows aimed at one slot leave each element one of the two (elements of 8 bytes: each half).
+    the pool at evaluation. Two rows aimed at one slot leave each element one of the two (elements of 8 bytes: each
+    half).
 
     MLX drops no store and an index out of range is undefined, so a dropped row needs a target that it doesn't change.
-    Writing a row's old value back won't do: that read of the old pool is unfinished when the write wants its memory, and
-    MLX then copies the pool. So the rows are written as unsigned words by minimum and then by maximum: a kept row goes
-    to 0 and up to its bits; a dropped one meets the neutral element both times and may aim at any slot.
+    Writing a row's old value back won't do: that read of the old pool is unfinished when the write wants its memory,
+    and MLX then copies the pool. So the rows are written as unsigned words by minimum and then by maximum: a kept row
+    goes to 0 and up to its bits; a dropped one meets the neutral element both times and may aim at any slot.
     """
     if pool.size == 0 or values.size == 0:
         return pool
@@ -30,7 +31,7 @@ def store_rows(pool: mx.array, slots: mx.array, values: mx.array) -> mx.array:
 
 
 def read_rows(pool: mx.array, slots: mx.array, live: mx.array) -> mx.array:
-    """pool [slots, ...] at slots int32 [...], zero where live (bool, as slots) is false or the slot is outside the pool."""
+    """pool [slots, ...] at slots int32 [...], zero where live (bool) is false or the slot is outside the pool."""
     if pool.size == 0:
         return mx.zeros(slots.shape + pool.shape[1:], pool.dtype)
     live = live & (slots >= 0) & (slots < pool.shape[0])
@@ -38,7 +39,7 @@ def read_rows(pool: mx.array, slots: mx.array, live: mx.array) -> mx.array:
 
 
 def read_runs(pool: mx.array, rows: int, stride: int, context: int) -> mx.array:
-    """The first context slots of each of rows runs of stride slots, [rows, context, ...]: a view of pool [slots, ...]."""
+    """The first context slots of each of rows runs of stride slots, [rows, context, ...]: a view of the pool."""
     return pool[: rows * stride].reshape(rows, stride, *pool.shape[1:])[:, :context]
 
 

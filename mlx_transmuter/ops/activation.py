@@ -161,6 +161,12 @@ def swish(x, *, alpha=1.0):
     return x * mx.sigmoid(alpha * x)
 
 
+@op("SwiGLU-28")
+def swiglu(gate, x, *, alpha=1.0):
+    """gate * sigmoid(alpha * gate) * x. ONNX SwiGLU-28."""
+    return gate * mx.sigmoid(alpha * gate) * x
+
+
 @op("Softplus-1")
 def softplus(x):
     """log(1 + exp(x)). ONNX Softplus-1, 22."""

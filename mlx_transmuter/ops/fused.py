@@ -21,13 +21,21 @@ def rotary(x, cos, sin):
     return mx.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-@op("mlx.silu")
-def silu(x):
-    """x · sigmoid(x). Hendrycks & Gimpel 2016."""
-    return nn.silu(x)
+ACTIVATIONS = {
+    "silu": nn.silu,
+    "gelu": nn.gelu,
+    "gelu_tanh": nn.gelu_approx,
+    "quick_gelu": nn.gelu_fast_approx,
+}
 
 
-@op("mlx.silu_gate")
-def silu_gate(gate, up):
-    """silu(gate) · up: the gated MLP of Shazeer 2020."""
-    return nn.silu(gate) * up
+@op("mlx.activate")
+def activate(x, *, kind: str):
+    """The activation of x, by its name in ACTIVATIONS. Hendrycks & Gimpel 2016."""
+    return ACTIVATIONS[kind](x)
+
+
+@op("mlx.gate")
+def gate(x, up, *, kind: str):
+    """The activation of x times up: the gated MLP of Shazeer 2020."""
+    return ACTIVATIONS[kind](x) * up

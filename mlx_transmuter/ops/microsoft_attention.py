@@ -167,7 +167,7 @@ def attention(
     context]; the present: [2, batch, heads, past + seq, dim]. com.microsoft Attention-1.
     """
     if do_rotary or past_present_share_buffer or past_sequence_length is not None:
-        raise unshared()
+        raise cuda_only()
     joined = x @ weights
     return attend_joined(
         joined if bias is None else joined + bias,
@@ -182,7 +182,7 @@ def attention(
     )
 
 
-def unshared() -> OperatorError:
+def cuda_only() -> OperatorError:
     """The error for attributes that onnxruntime has on CUDA only."""
     return OperatorError(
         "do_rotary or past_present_share_buffer", "neither: onnxruntime has them on CUDA only", "export it for the CPU"

@@ -44,7 +44,7 @@ def affine(
     return packed.reshape(packed.shape[0], -1).view(mx.uint32), scale, biases, group
 
 
-def dequantised(
+def dequantized(
     packed: mx.array, scales: mx.array, zero_points: mx.array | None, bits: int, block_of: mx.array
 ) -> mx.array:
     """The weights [rows, columns] in float32, block_of, int32 [columns], being the block of each column. As affine."""

@@ -1,5 +1,7 @@
 """Buffers of keys and values longer than what they hold: written at a place that only the step knows, and read."""
 
+from typing import cast
+
 import mlx.core as mx
 
 from mlx_transmuter.ops.attention import join_heads
@@ -11,7 +13,7 @@ def known(number: mx.array | None, otherwise: int) -> int:
     if number is None:
         return otherwise
     try:
-        return int(number.item())
+        return int(cast(int, number.item()))
     except ValueError:  # MLX's error for the value of an array that is traced
         return otherwise
 

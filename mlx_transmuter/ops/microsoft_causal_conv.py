@@ -20,7 +20,9 @@ def causal_conv(
         past = mx.zeros((x.shape[0], length, x.shape[2]), dtype=x.dtype)
     whole = mx.concatenate([past.astype(x.dtype), x], axis=1)
     # As many products as taps, of which there are a few: no kernel for groups of one channel is faster.
-    y = sum(whole[:, tap * dilation : tap * dilation + seq] * weight[:, 0, tap] for tap in range(taps))
+    y = whole[:, :seq] * weight[:, 0, 0]
+    for tap in range(1, taps):
+        y = y + whole[:, tap * dilation : tap * dilation + seq] * weight[:, 0, tap]
     y = y if bias is None else y + bias
     if activation in ("silu", "swish"):
         y = y * mx.sigmoid(y)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_transmuter.ops.activation import gelu
-from mlx_transmuter.ops.microsoft_blocks import affine, dequantised, unpack
+from mlx_transmuter.ops.microsoft_blocks import affine, dequantized, unpack
 from mlx_transmuter.ops.registry import OperatorError, op
 
 # One projection of the chosen experts: x [tokens, k or 1, 1, in], experts int32 [tokens, k] -> [tokens, k, 1, out].
@@ -152,7 +152,7 @@ def _quantized(packed, scales, zero_points, bias, bits: int, block_size: int | N
     held = affine(flat, scales, zero_points, bits, block)
     if held is None:
         block_of = mx.arange(size, dtype=mx.int32) // block
-        weights = dequantised(flat, scales, zero_points, bits, block_of).astype(scales.dtype)
+        weights = dequantized(flat, scales, zero_points, bits, block_of).astype(scales.dtype)
         return _dense(weights.reshape(experts, rows, size), bias)
     w, scale, biases = (part.reshape(experts, rows, -1) for part in held[:3])
 

@@ -89,10 +89,8 @@ def group_query_attention(
         q = rms_norm(q, q_norm_weight, qk_norm_epsilon if q_norm_epsilon is None else q_norm_epsilon)
         k = rms_norm(k, k_norm_weight, qk_norm_epsilon if k_norm_epsilon is None else k_norm_epsilon)
     if do_rotary:
-        if cos_cache is None or sin_cache is None:
-            raise OperatorError("do_rotary without its tables", "cos_cache and sin_cache")
         turned = positions if position_ids is None else position_ids.reshape(-1, seq)
-        cos, sin = angles(cos_cache, turned), angles(sin_cache, turned)
+        cos, sin = angles(cos_cache, sin_cache, turned)
         q, k = rotate(q, cos, sin, bool(rotary_interleaved)), rotate(k, cos, sin, bool(rotary_interleaved))
 
     # A total that only the step knows is at least this, so that the past's capacity decides.

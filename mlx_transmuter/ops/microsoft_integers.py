@@ -2,9 +2,8 @@
 
 import mlx.core as mx
 
-from mlx_transmuter.ops.microsoft_attention import attend_joined, unshared
+from mlx_transmuter.ops.microsoft_attention import attend_joined, cuda_only
 from mlx_transmuter.ops.quantization import (
-    by_row,
     centred,
     dequantized,
     dynamic_quantize_linear,
@@ -21,7 +20,7 @@ def product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias=None) -> mx
     a: 8-bit [..., m, k], its scale and zero point scalars; b: 8-bit [..., k, n], its scale and zero point scalars or
     [n].
     """
-    total = integer_matmul(centred(a, by_row(a_zero_point)), centred(b, b_zero_point)).astype(mx.float32)
+    total = integer_matmul(centred(a, a_zero_point), centred(b, b_zero_point)).astype(mx.float32)
     scale = a_scale.astype(mx.float32) * b_scale.astype(mx.float32)
     return total * scale if bias is None else total * scale + bias.astype(mx.float32)
 
@@ -103,7 +102,7 @@ def q_attention(
     weight_scale, weight_zero_point: scalars or [3 hidden]; the others as in Attention. com.microsoft QAttention-1.
     """
     if do_rotary or past_present_share_buffer:
-        raise unshared()
+        raise cuda_only()
     joined = product(x, input_scale, input_zero_point, weight, weight_scale, weight_zero_point, bias).astype(bias.dtype)
     return attend_joined(
         joined, mask_index, past, None, num_heads, None, mask_filter_value, scale, bool(unidirectional)

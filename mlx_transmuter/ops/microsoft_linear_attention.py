@@ -1,117 +1,15 @@
-"""Linear attention of com.microsoft: a state of fixed size in place of a cache, as Gated DeltaNet and RetNet have it.
-
-The recurrence runs in chunks: within one, all tokens at once by matrix products; from one to the next, the state.
-Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule" and "Gated Delta Networks".
-"""
+"""Linear attention of com.microsoft: a state of one size in place of a cache, as in Gated DeltaNet and RetNet."""
 
 import math
 from itertools import pairwise
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.microsoft_recurrence import Tokens, recurrence
 from mlx_transmuter.ops.registry import Host, OperatorError, op
 
-CHUNK = 64
-# A decay of its own for each channel needs its differences written out: chunk² · channels numbers.
-CHUNK_BY_CHANNEL = 16
+# Update rule -> whether it decays the state, and whether it writes only what the state does not hold yet.
 _RULES = {"linear": (False, False), "gated": (True, False), "delta": (False, True), "gated_delta": (True, True)}
-
-
-def recurrence(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    state: mx.array,
-    decay: mx.array | None,
-    beta: mx.array | None,
-    scale: float,
-) -> tuple[mx.array, mx.array]:
-    """o_t = scale · q_tᵀ S_t with S_t = α_t S_{t-1} + k_t u_tᵀ, and the last state; all float32.
-
-    q, k: [batch, heads, seq, dim]; v: [batch, heads, seq, v dim]; state: [batch, heads, dim, v dim]; decay, log α:
-    [batch, heads, seq, 1 or dim] or None for none. u_t is v_t without beta, [batch, heads, seq, 1], and with it the
-    part of v_t that the state does not hold yet: beta_t (v_t - (α_t S_{t-1})ᵀ k_t).
-    """
-    seq = k.shape[2]
-    chunk = CHUNK if decay is None or decay.shape[-1] == 1 else CHUNK_BY_CHANNEL
-    outputs = []
-    for first in range(0, seq, chunk):
-
-        def part(x: mx.array, first: int = first) -> mx.array:
-            return x[:, :, first : first + chunk]
-
-        y, state = _chunk(
-            part(q),
-            part(k),
-            part(v),
-            state,
-            None if decay is None else part(decay),
-            None if beta is None else part(beta),
-        )
-        outputs.append(y)
-    return scale * (mx.concatenate(outputs, axis=2) if len(outputs) > 1 else outputs[0]), state
-
-
-def _chunk(q, k, v, state, decay, beta) -> tuple[mx.array, mx.array]:
-    seq = k.shape[2]
-    total = (
-        mx.zeros((1, 1, seq, 1)) if decay is None else mx.cumsum(decay, axis=2)
-    )  # log of the decay since the chunk's start
-    grown = mx.exp(total)
-    within = mx.tril(mx.ones((seq, seq), dtype=mx.bool_))
-
-    def products(a: mx.array) -> mx.array:
-        """a_tᵀ (α_{s+1} … α_t) k_s for s ≤ t, else 0: [batch, heads, seq, seq]."""
-        if total.shape[-1] == 1:
-            between = mx.where(within, total - total.swapaxes(-1, -2), -mx.inf)
-            return (a @ k.swapaxes(-1, -2)) * mx.exp(between)
-        between = mx.where(within[..., None], total[:, :, :, None] - total[:, :, None], -mx.inf)
-        return mx.sum(a[:, :, :, None] * mx.exp(between) * k[:, :, None], axis=-1)
-
-    u = v
-    if beta is not None:
-        held = beta * products(k)
-        held = mx.where(mx.tril(mx.ones((seq, seq), dtype=mx.bool_), k=-1), held, 0.0)
-        u = _inverse(held) @ (beta * (v - (grown * k) @ state))
-    y = (grown * q) @ state + products(q) @ u
-    left = mx.exp(total[:, :, -1:] - total)  # the decay from each token to the chunk's end
-    state = grown[:, :, -1:].swapaxes(-1, -2) * state + (left * k).swapaxes(-1, -2) @ u
-    return y, state
-
-
-def _inverse(lower: mx.array) -> mx.array:
-    """The inverse of 1 + lower, strictly lower triangular [..., n, n]: by substitution over blocks of 1, 2, 4, ….
-
-    A power series needs as few products, but its terms grow as binomials where keys are alike.
-    """
-    n = lower.shape[-1]
-    size = 1 << (n - 1).bit_length()
-    if size > n:
-        lower = mx.pad(lower, [(0, 0)] * (lower.ndim - 2) + [(0, size - n)] * 2)
-    batch = lower.shape[:-2]
-    inverse = mx.ones((*batch, size, 1, 1), dtype=lower.dtype)
-    block = 1
-    while block < size:
-        pairs = size // (2 * block)
-        blocks = lower.reshape(*batch, pairs, 2 * block, pairs, 2 * block)
-        blocks = mx.moveaxis(mx.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
-        upper, under = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        corner = -(under @ blocks[..., block:, :block] @ upper)
-        top = mx.concatenate([upper, mx.zeros_like(upper)], axis=-1)
-        inverse = mx.concatenate([top, mx.concatenate([corner, under], axis=-1)], axis=-2)
-        block *= 2
-    return inverse.reshape(*batch, size, size)[..., :n, :n]
-
-
-def _by_head(x: mx.array, heads: int) -> mx.array:
-    """x [batch, seq, heads · dim] as float32 [batch, heads, seq, dim]."""
-    batch, seq, hidden = x.shape
-    return x.astype(mx.float32).reshape(batch, seq, heads, hidden // heads).transpose(0, 2, 1, 3)
-
-
-def _shared(x: mx.array, heads: int) -> mx.array:
-    """x [batch, fewer heads, seq, dim] with each head repeated for the heads that share it."""
-    return x if x.shape[1] == heads else mx.repeat(x, heads // x.shape[1], axis=1)
 
 
 def _terms(rule: str, decay: mx.array | None, beta: mx.array | None) -> tuple[mx.array | None, mx.array | None]:
@@ -124,9 +22,15 @@ def _terms(rule: str, decay: mx.array | None, beta: mx.array | None) -> tuple[mx
     return decay if gated else None, beta if delta else None
 
 
-def _windowed(state: mx.array | None, window: int) -> mx.array | None:
-    """The state to go on from: that of the last slot, where there are slots."""
-    return state[-1] if window and state is not None else state
+def _by_head(x: mx.array, heads: int, shared: int) -> mx.array:
+    """x [batch, seq, heads · dim] as float32 [batch, shared, seq, dim], each head repeated for those that share it."""
+    batch, seq, hidden = x.shape
+    x = x.astype(mx.float32).reshape(batch, seq, heads, hidden // heads).transpose(0, 2, 1, 3)
+    return _repeated(x, shared)
+
+
+def _repeated(x: mx.array, heads: int) -> mx.array:
+    return x if x.shape[1] == heads else mx.repeat(x, heads // x.shape[1], axis=1)
 
 
 @op("com.microsoft.LinearAttention-1")
@@ -156,40 +60,31 @@ def linear_attention(
     heads = max(q_num_heads, kv_num_heads)
     batch, seq, _ = query.shape
     decay, beta = _terms(update_rule, decay, beta)
-    q, k, v = _by_head(query, q_num_heads), _by_head(key, kv_num_heads), _by_head(value, kv_num_heads)
-    state = _windowed(past_state, state_window)
-    dtype = query.dtype if state is None else state.dtype
-    if state is None:
-        state = mx.zeros((batch, kv_num_heads, k.shape[-1], v.shape[-1]))
-    group = heads // kv_num_heads
-    if decay is not None:
-        decay = _shared(_by_head(decay, kv_num_heads), heads)
-    if beta is not None:
-        beta = _shared(_by_head(beta, beta.shape[-1]), heads)
-    y, states = _with_states(
-        _shared(q, heads),
-        _shared(k, heads),
-        _shared(v, heads),
-        _shared(state.astype(mx.float32), heads),
-        decay,
-        beta,
-        scale or 1 / math.sqrt(q.shape[-1]),
-        state_window,
+    tokens = Tokens(
+        _by_head(query, q_num_heads, heads),
+        _by_head(key, kv_num_heads, heads),
+        _by_head(value, kv_num_heads, heads),
+        None if decay is None else _by_head(decay, kv_num_heads, heads),
+        None if beta is None else _by_head(beta, beta.shape[-1], heads),
     )
-    present = states[..., ::group, :, :].astype(dtype)
+    dtype = query.dtype if past_state is None else past_state.dtype
+    if past_state is None:
+        state = mx.zeros((batch, heads, tokens.k.shape[-1], tokens.v.shape[-1]))
+    else:
+        state = _repeated((past_state[-1] if state_window else past_state).astype(mx.float32), heads)
+    y, states = _with_states(tokens, state, scale or 1 / math.sqrt(tokens.q.shape[-1]), max(state_window, 1))
+    present = states[:, :, :: heads // kv_num_heads].astype(dtype)
     y = y.transpose(0, 2, 1, 3).reshape(batch, seq, -1).astype(query.dtype)
     return y, present if state_window else present[0]
 
 
-def _with_states(q, k, v, state, decay, beta, scale: float, window: int) -> tuple[mx.array, mx.array]:
-    """recurrence's output, and the states after the last tokens, at least 1: [window, batch, heads, dim, v dim]."""
-    seq, window = k.shape[2], max(window, 1)
-    first = max(seq - window + 1, 1)  # up to here in chunks, then token by token
-    bounds = [0, *range(first, seq + 1)]
+def _with_states(tokens: Tokens, state: mx.array, scale: float, window: int) -> tuple[mx.array, mx.array]:
+    """recurrence's output, and the states after the last tokens: [window, batch, heads, dim, v dim]."""
+    seq = tokens.k.shape[2]
+    bounds = [0, *range(max(seq - window + 1, 1), seq + 1)]  # at first many at once, then token by token
     outputs, states = [], [mx.zeros_like(state)] * max(window - seq, 0)
     for begin, end in pairwise(bounds):
-        cut = [None if x is None else x[:, :, begin:end] for x in (q, k, v, decay, beta)]
-        y, state = recurrence(cut[0], cut[1], cut[2], state, cut[3], cut[4], scale)
+        y, state = recurrence(tokens.part(begin, end), state, scale)
         outputs.append(y)
         states.append(state)
     return mx.concatenate(outputs, axis=2) if len(outputs) > 1 else outputs[0], mx.stack(states)
@@ -235,44 +130,57 @@ def gated_delta_net(
     """
     if state_update_capacity:
         raise OperatorError("state_update_capacity", "0: transitions are for engines that draft tokens")
-    if key is None:
+    if key is None or value is None:
         query, key, value = _unpacked(query, initial_state)
-    dtype, lead = query.dtype, query.shape[:-2]
-    heads = value.shape[-2]
+    lead, heads = query.shape[:-2], value.shape[-2]
     if decay is not None:
         decay = _effective_decay(decay, a_log, dt_bias, gate_activation, gate_lower_bound, decay.ndim == len(lead) + 2)
     if beta is not None and beta_activation == "sigmoid":
         beta = mx.sigmoid(beta.astype(mx.float32))
     decay, beta = _terms(update_rule, decay, beta)
-    lengths = None if cu_seqlens is None else cu_seqlens.tolist()
-    batch = 1 if lengths else (lead[0] if len(lead) == 2 else 1 if initial_state is None else initial_state.shape[0])
+    bounds = None if cu_seqlens is None else cu_seqlens.tolist()
+    batch = _batch(lead, bounds, initial_state)
+    count = math.prod(lead)
 
     def rows(x: mx.array, width: int) -> mx.array:
-        """x as float32 [batch, heads, seq, width]."""
-        parts = x.astype(mx.float32).reshape(batch, -1, x.size // (math.prod(lead) * width), width)
-        return parts.transpose(0, 2, 1, 3)
+        """x as float32 [batch, heads, seq, width]; sequences that lie in one row stay there."""
+        parts = x.astype(mx.float32).reshape(1 if bounds else batch, -1, x.size // (count * width), width)
+        return _repeated(parts.transpose(0, 2, 1, 3), heads)
 
-    q, k, v = rows(query, query.shape[-1]), rows(key, key.shape[-1]), rows(value, value.shape[-1])
+    q, k = rows(query, query.shape[-1]), rows(key, key.shape[-1])
     if qk_l2_norm:
         q, k = (x * mx.rsqrt(mx.sum(mx.square(x), axis=-1, keepdims=True) + 1e-6) for x in (q, k))
-    q, k = _shared(q, heads), _shared(k, heads)
-    decay = None if decay is None else rows(decay, max(decay.size // (math.prod(lead) * heads), 1))
-    beta = None if beta is None else rows(beta, 1)
+    tokens = Tokens(
+        q,
+        k,
+        rows(value, value.shape[-1]),
+        None if decay is None else rows(decay, decay.size // (count * heads)),
+        None if beta is None else rows(beta, 1),
+    )
     if initial_state is None:
-        state = mx.zeros((batch, heads, k.shape[-1], v.shape[-1]))
+        state = mx.zeros((batch, heads, key.shape[-1], value.shape[-1]))
     else:
         state = initial_state.astype(mx.float32).swapaxes(-1, -2)
-    scale = scale or 1 / math.sqrt(q.shape[-1])
-    if lengths is None:
-        y, state = recurrence(q, k, v, state, decay, beta, scale)
+    scale = scale or 1 / math.sqrt(query.shape[-1])
+    if bounds is None:
+        y, state = recurrence(tokens, state, scale)
     else:
-        runs = []
-        for row, (begin, end) in enumerate(pairwise(lengths)):
-            cut = [None if x is None else x[:, :, begin:end] for x in (q, k, v, decay, beta)]
-            runs.append(recurrence(cut[0], cut[1], cut[2], state[row : row + 1], cut[3], cut[4], scale))
+        runs = [
+            recurrence(tokens.part(begin, end), state[row : row + 1], scale)
+            for row, (begin, end) in enumerate(pairwise(bounds))
+        ]
         y, state = mx.concatenate([run[0] for run in runs], axis=2), mx.concatenate([run[1] for run in runs], axis=0)
-    y = y.transpose(0, 2, 1, 3).reshape(*lead, heads, value.shape[-1]).astype(dtype)
+    y = y.transpose(0, 2, 1, 3).reshape(*lead, heads, value.shape[-1]).astype(query.dtype)
     return y, state.swapaxes(-1, -2)
+
+
+def _batch(lead: tuple[int, ...], bounds: list[int] | None, state: mx.array | None) -> int:
+    """How many sequences there are, lead being the axes before the heads."""
+    if bounds:
+        return len(bounds) - 1
+    if len(lead) == 2:
+        return lead[0]
+    return 1 if state is None else state.shape[0]
 
 
 def _unpacked(packed: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array, mx.array]:

@@ -76,7 +76,7 @@ def paged_attention(
     if q_norm_weight is not None and k_norm_weight is not None:
         q, k = rms_norm(q, q_norm_weight, qk_norm_epsilon), rms_norm(k, k_norm_weight, qk_norm_epsilon)
     if do_rotary:
-        cos, sin = angles(cos_cache, position[:, None]), angles(sin_cache, position[:, None])
+        cos, sin = angles(cos_cache, sin_cache, position[:, None])
         q, k = (_rotated(x, cos, sin, rotary_offset, bool(rotary_interleaved)) for x in (q, k))
 
     page = key_cache.shape[1]

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from mlx_transmuter.ops.microsoft_blocks import affine, dequantised, unpack
+from mlx_transmuter.ops.microsoft_blocks import affine, dequantized, unpack
 from mlx_transmuter.ops.registry import OperatorError, op
 
 
@@ -37,15 +37,18 @@ def mat_mul_n_bits(
         return product if bias is None else product + bias
     blocks = -(-K // block_size)
     packed, scales = b.reshape(N, blocks, block_size * bits // 8), scales.reshape(N, blocks)
-    ordered = g_idx is None or not g_idx.size
-    held = affine(packed, scales, zero_points, bits, block_size) if ordered else None
+    held = None
+    block_of = mx.arange(K, dtype=mx.int32) // block_size
+    if g_idx is not None and g_idx.size:
+        block_of = g_idx.reshape(-1)[:K]
+    else:
+        held = affine(packed, scales, zero_points, bits, block_size)
     if held is not None:
         w, scale, biases, group = held
         x = mx.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, blocks * block_size - K)]) if K % block_size else a
         product = mx.quantized_matmul(x, w, scale, biases, transpose=True, group_size=group, bits=bits).astype(a.dtype)
     else:
-        block_of = mx.arange(K, dtype=mx.int32) // block_size if ordered else g_idx.reshape(-1)[:K]
-        product = a @ dequantised(packed, scales, zero_points, bits, block_of).astype(a.dtype).T
+        product = a @ dequantized(packed, scales, zero_points, bits, block_of).astype(a.dtype).T
     return product if bias is None else product + bias
 
 

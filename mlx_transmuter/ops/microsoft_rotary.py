@@ -24,13 +24,16 @@ def rotate(x: mx.array, cos: mx.array, sin: mx.array, interleaved: bool = False)
     return turned if rest is None else mx.concatenate([turned, rest], axis=-1)
 
 
-def angles(table: mx.array, positions: mx.array) -> mx.array:
-    """The rows of table [rows, half] at positions, int [batch, seq], to turn heads with: [batch, 1, seq, half].
+def angles(cos: mx.array | None, sin: mx.array | None, positions: mx.array) -> tuple[mx.array, mx.array]:
+    """The rows of the tables [rows, half] at positions [batch, seq], to turn heads with: [batch, 1, seq, half] each.
 
-    A position past the table (a padding token's can be) gets the last row: a read out of range is undefined.
+    A position past the tables (a padding token's can be) gets the last row: a read out of range is undefined. Raises
+    OperatorError where a table is missing.
     """
-    rows = mx.clip(positions, 0, table.shape[0] - 1)
-    return mx.take(table, rows, axis=0)[:, None]
+    if cos is None or sin is None:
+        raise OperatorError("do_rotary without its tables", "cos_cache and sin_cache")
+    rows = mx.clip(positions, 0, cos.shape[0] - 1)
+    return mx.take(cos, rows, axis=0)[:, None], mx.take(sin, rows, axis=0)[:, None]
 
 
 def _heads(x: mx.array, heads: int, table: mx.array) -> mx.array:
@@ -66,7 +69,7 @@ def rotary_embedding(
     if position_ids.size == 1 and (batch, seq) != (1, 1):
         position_ids = position_ids.reshape(1, 1) + numbers(seq)[None]
     positions = position_ids.reshape(-1, seq)
-    turned = rotate(heads, angles(cos_cache, positions), angles(sin_cache, positions), bool(interleaved))
+    turned = rotate(heads, *angles(cos_cache, sin_cache, positions), bool(interleaved))
     return turned.transpose(0, 2, 1, 3).reshape(x.shape) if x.ndim == 3 else turned
 
 
@@ -104,7 +107,7 @@ def m_rotary_embedding(
         """The rows of cache for each token, each column by its own axis's position: [batch, 1, seq, half]."""
         rows = mx.take(cache, mx.clip(position_ids, 0, cache.shape[0] - 1), axis=0)
         picked = mx.array(axis_of, mx.int32)
-        return sum(mx.where(picked == axis, rows[axis], 0) for axis in range(3)).astype(cache.dtype)[:, None]
+        return mx.where(picked == 0, rows[0], mx.where(picked == 1, rows[1], rows[2]))[:, None]
 
     heads = _heads(x, num_heads, cos_cache)
     turned = rotate(heads, table(cos_cache), table(sin_cache), bool(interleaved))

@@ -12,8 +12,8 @@ from mlx_transmuter.ops.registry import OperatorError
 def numbers(count: int) -> mx.array:
     """0, 1, …, count - 1 in int32: the same array each time.
 
-    mx.compile joins operations whose inputs are the same arrays, so that all layers of a step share the positions, angles
-    and masks that they count out from here; two aranges are two arrays to it.
+    mx.compile joins operations whose inputs are the same arrays, so that all layers of a step share the positions,
+    angles and masks that they count out from here; two aranges are two arrays to it.
     """
     return mx.array(np.arange(count, dtype=np.int32))
 
@@ -39,14 +39,13 @@ def attend(
     [batch, heads, seq, context]; visible: bool, likewise; softcap c: scores become c · tanh(score / c) before the bias;
     sinks [heads]: a score of no column in each softmax. Vaswani et al. 2017, Ainslie et al. 2023 (grouped heads).
     """
+    if softcap:
+        return weighted(scores(q, k, scale, bias, visible, softcap, sinks)[0], v)
     mask = visible
     if bias is not None:
         # The bias may itself hold the smallest numbers; kept where adding a score cannot make them infinite.
         mask = mx.maximum(bias.astype(q.dtype), lowest(q.dtype))
         mask = mask if visible is None else mx.where(visible, mask, mx.array(lowest(q.dtype), q.dtype))
-    if softcap:
-        weights, _ = scores(q, k, scale, bias, visible, softcap, sinks)
-        return weighted(weights, v)
     if mask is not None:
         mask = _rank4(mask)
     sinks = None if sinks is None else sinks.astype(q.dtype)
@@ -79,6 +78,7 @@ def scores(
 
 
 def weighted(weights: mx.array, v: mx.array) -> mx.array:
+    """weights [batch, heads, seq, context] · v [batch, kv heads, context, dim], in v's type."""
     batch, heads, seq, context = weights.shape
     kv_heads = v.shape[1]
     grouped = weights.astype(v.dtype).reshape(batch, kv_heads, heads // kv_heads, seq, context)
@@ -121,4 +121,5 @@ def causal(seq: int, context: int) -> mx.array:
 
 
 def total_bias(a: mx.array | None, b: mx.array | None) -> mx.array | None:
+    """a + b, where None adds nothing."""
     return b if a is None else a if b is None else a + b

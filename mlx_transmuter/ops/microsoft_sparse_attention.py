@@ -47,7 +47,7 @@ def sparse_attention(
     start = mx.maximum(key_total_sequence_lengths.reshape(batch) - seq, 0)
     positions = start[:, None] + numbers(seq)[None]
     if do_rotary:
-        cos, sin = angles(cos_cache, positions), angles(sin_cache, positions)
+        cos, sin = angles(cos_cache, sin_cache, positions)
         q, k = rotate(q, cos, sin, bool(rotary_interleaved)), rotate(k, cos, sin, bool(rotary_interleaved))
     k, v = written(past_key, k, start, capacity), written(past_value, v, start, capacity)
 

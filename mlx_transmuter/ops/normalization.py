@@ -169,3 +169,12 @@ def group_normalization(x, scale, bias, *, num_groups, epsilon=1e-5, stash_type=
     centred = grouped - mx.mean(grouped, axis=-1, keepdims=True)
     y = centred * mx.rsqrt(mx.mean(mx.square(centred), axis=-1, keepdims=True) + epsilon)
     return y.reshape(x.shape).astype(x.dtype) * _channels(x, scale) + _channels(x, bias)
+
+
+@op("MeanVarianceNormalization-9")
+def mean_variance_normalization(x, *, axes=(0, 2, 3)):
+    """x at mean 0 and variance 1 over the axes. ONNX MeanVarianceNormalization-9, 13."""
+    wide = x.astype(mx.float32)
+    centred = wide - mx.mean(wide, axis=tuple(axes), keepdims=True)
+    deviation = mx.sqrt(mx.mean(mx.square(centred), axis=tuple(axes), keepdims=True))
+    return (centred / (deviation + 1e-9)).astype(x.dtype)

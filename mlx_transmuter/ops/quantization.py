@@ -163,9 +163,9 @@ def centred(x: mx.array, zero_point: mx.array | None) -> mx.array:
     return x if zero_point is None else x - zero_point.astype(mx.int32)
 
 
-def by_row(scale: mx.array | None) -> mx.array | None:
+def by_row(scale: mx.array) -> mx.array:
     """A scale or zero point of the left operand, a scalar or [rows], to broadcast with [..., rows, columns]."""
-    return scale[:, None] if scale is not None and scale.ndim == 1 and scale.size > 1 else scale
+    return scale[:, None] if scale.ndim == 1 and scale.size > 1 else scale
 
 
 @op("MatMulInteger-10")
@@ -174,7 +174,7 @@ def mat_mul_integer(a, b, a_zero_point=None, b_zero_point=None):
 
     a_zero_point: a scalar, [m] or [..., m, 1]; b_zero_point: a scalar, [n] or [..., 1, n]. ONNX MatMulInteger-10.
     """
-    return integer_matmul(centred(a, by_row(a_zero_point)), centred(b, b_zero_point))
+    return integer_matmul(centred(a, None if a_zero_point is None else by_row(a_zero_point)), centred(b, b_zero_point))
 
 
 @op("QLinearMatMul-10", "QLinearMatMul-21")

@@ -3,7 +3,6 @@
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.ops.casting import dtype_of
 from mlx_transmuter.ops.registry import Host, op
 from mlx_transmuter.ops.types import NAMES
 
@@ -80,6 +79,38 @@ def stft(x, frame_step: Host, window=None, frame_length: Host = None, *, oneside
     return _parts(spectrum[..., : length // 2 + 1] if onesided else spectrum, x.dtype)
 
 
+def _window(size: np.ndarray, datatype: int, periodic: int, waves: tuple[float, ...]) -> np.ndarray | mx.array:
+    """The sum of waves[k] * cos(2 pi k n / length), which a periodic window reaches one element after its end."""
+    count = int(size.item())
+    turns = 2 * np.pi * np.arange(count) / max(count if periodic else count - 1, 1)
+    return _typed(sum(share * np.cos(k * turns) for k, share in enumerate(waves)), datatype)
+
+
+def _typed(values, datatype: int) -> np.ndarray | mx.array:
+    """Host values as the ONNX type; numpy has no bfloat16, so that goes to the device."""
+    if NAMES[datatype] == "bfloat16":
+        return mx.array(np.asarray(values, np.float32)).astype(mx.bfloat16)
+    return np.asarray(values).astype(NAMES[datatype])
+
+
+@op("HannWindow-17")
+def hann_window(size: Host, *, output_datatype=1, periodic=1):
+    """A raised cosine, [size] on the host. ONNX HannWindow-17."""
+    return _window(size, output_datatype, periodic, (0.5, -0.5))
+
+
+@op("HammingWindow-17")
+def hamming_window(size: Host, *, output_datatype=1, periodic=1):
+    """A raised cosine that does not end at 0, [size] on the host. ONNX HammingWindow-17."""
+    return _window(size, output_datatype, periodic, (25 / 46, -21 / 46))
+
+
+@op("BlackmanWindow-17")
+def blackman_window(size: Host, *, output_datatype=1, periodic=1):
+    """A sum of two cosines, [size] on the host. ONNX BlackmanWindow-17."""
+    return _window(size, output_datatype, periodic, (0.42, -0.5, 0.08))
+
+
 @op("MelWeightMatrix-17")
 def mel_weight_matrix(
     num_mel_bins: Host,
@@ -104,6 +135,4 @@ def mel_weight_matrix(
             weights[centre, i] = 1
         if end > centre:
             weights[centre:end, i] = (end - np.arange(centre, end)) / (end - centre)
-    if NAMES[output_datatype] == "bfloat16":
-        return mx.array(weights.astype(np.float32)).astype(dtype_of(output_datatype))
-    return weights.astype(NAMES[output_datatype])
+    return _typed(weights, output_datatype)

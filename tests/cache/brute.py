@@ -148,13 +148,14 @@ class Brute:
             zero = np.zeros(pool.shape[1:], pool.dtype)
             if self.columns is not None:
                 read = [
-                    [entries[j] if self.token_sees(b, i, j) else zero for j in self.columns[b][i]] for i in range(self.seq)
+                    [entries[j] if self.token_sees(b, i, j) else zero for j in self.columns[b][i]]
+                    for i in range(self.seq)
                 ]
             else:
                 # A call's own values are columns as they are; a slot's are zero where no token sees them.
                 read = [
                     entry if kind == "token" or any(self.token_sees(b, i, j) for i in range(self.seq)) else zero
-                    for j, (entry, (kind, _, _)) in enumerate(zip(entries, columns))
+                    for j, (entry, (kind, _, _)) in enumerate(zip(entries, columns, strict=True))
                 ]
             lanes.append(read)
         return np.array(lanes, pool.dtype), pool
@@ -168,7 +169,7 @@ class Brute:
 
 
 def attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """softmax(query · keys) · values over the columns of mask; query [n, d], keys and values [context, d], mask [n, context]."""
+    """softmax(query · keysᵀ) · values over the columns of mask [n, context]; a query that sees none gives zero."""
     out = np.zeros((len(query), values.shape[1]))
     for i, seen in enumerate(mask):
         if seen.any():

@@ -1,4 +1,4 @@
-"""Compiled steps: the same values as eager ones, one program for every position and allocation, and no repeated work."""
+"""Compiled steps: the values of eager ones, one program for every position and allocation, and no repeated work."""
 
 from __future__ import annotations
 
@@ -62,11 +62,13 @@ FORMS = [a_table, a_window, a_selection, blocks, a_draft, runs_by_heads, packs]
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_compiled_step_gives_what_an_eager_one_gives(form):
-    """On every index of one structure, through one trace: positions and tables are inputs, so values make no new program."""
+    """Values vary, shapes do not: one trace serves every index of one structure."""
     rng = np.random.default_rng(4)
     signature, _ = form(rng).walk()
     traces = []
-    mx.default_stream(mx.default_device())  # a thread's default stream is made at its first use, and MLX traces again for it
+    mx.default_stream(
+        mx.default_device()
+    )  # a thread's default stream is made at its first use, and MLX traces again for it
 
     @mx.compile
     def step(leaves, values, pool):
@@ -110,7 +112,7 @@ def test_an_index_may_be_built_and_advanced_inside_a_step():
 
 
 def test_layers_share_the_index_arithmetic():
-    """A step of many layers holds the slots and the masks once: a layer more adds only its own pools' reads and writes."""
+    """A step of many layers holds slots and masks once: a layer more adds only its own pools' reads and writes."""
 
     def primitives(layers: int) -> int:
         index = CacheIndex.make([[3], [1]], [[0, 1, 2, 3], [4, 5, 6, 7]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import StringIO
 
 import mlx.core as mx
@@ -31,7 +32,7 @@ def graph(*arrays: mx.array) -> str:
 @many
 @given(case=cases())
 def test_every_law_on_every_index(case: Case):
-    """Column is position; -1 addresses nothing; a token stores at its own column; padding stores nothing; unseen is zero."""
+    """Column is position; -1 addresses nothing; a token stores at its own column, padding nowhere; unseen is zero."""
     seen, pool = case.index.extend(case.values, case.pool)
     wanted_seen, wanted_pool = case.brute.extend(case.values, case.pool)
     same(pool, wanted_pool)
@@ -60,7 +61,7 @@ def test_store_then_read_is_extend(case: Case):
 @some
 @given(case=cases())
 def test_advance_is_one_past_the_greatest(case: Case):
-    """The next token of every lane, padding at 0; window and every stay, selection and draft go; a whole index refuses."""
+    """The next token of every lane, padding at 0; window and every stay, selection and draft go; whole refuses."""
     if case.brute.table is None:
         with pytest.raises(ValueError, match=r"CacheIndex\.advance"):
             case.index.advance()
@@ -72,6 +73,27 @@ def test_advance_is_one_past_the_greatest(case: Case):
     assume(len(set(targets)) == len(targets))
     seen, pool = index.extend(case.values[:, :1], case.pool)
     wanted_seen, wanted_pool = brute.extend(case.values[:, :1], case.pool)
+    same(pool, wanted_pool)
+    same(seen, wanted_seen)
+
+
+@some
+@given(case=cases(), seq=st.integers(1, 3))
+def test_at_places_other_tokens_in_the_same_lanes(case: Case, seq: int):
+    """Window, every and runs stay, selection and draft go; a whole index refuses."""
+    pos = np.random.default_rng(seq).permutation(seq * case.brute.batch).reshape(-1, seq) - 1
+    if case.brute.table is None:
+        with pytest.raises(ValueError, match=r"CacheIndex\.at"):
+            case.index.at(pos)
+        return
+    index, brute = case.index.at(pos), replace(case.brute, pos=pos.tolist(), columns=None, slots=None, sees=None)
+    same(index.positions(), brute.positions())
+    same(index.mask(), brute.mask())
+    targets = brute.targets(len(case.pool))
+    assume(len(set(targets)) == len(targets))
+    values = array(np.random.default_rng(seq), (*pos.shape, *case.pool.shape[1:]), case.pool.dtype.type)
+    seen, pool = index.extend(values, case.pool)
+    wanted_seen, wanted_pool = brute.extend(values, case.pool)
     same(pool, wanted_pool)
     same(seen, wanted_seen)
 
@@ -209,14 +231,14 @@ def test_narrow_reads_the_first_columns_alone(case: Case, data):
 @some
 @given(case=cases(), n=st.integers(1, 3), data=st.data())
 def test_heads_of_a_pool_are_as_many_pools(case: Case, n: int, data):
-    """Head h of slot s at (s // block · n + h) · block + s mod block: each head is what the index gives on its own pool."""
+    """Head h of slot s at (s // block · n + h) · block + s mod block: each head gives what it gives on its own pool."""
     block = data.draw(st.integers(1, len(case.pool) + 1))
     slots = -(-max(1, len(case.pool)) // block) * block
     rng = np.random.default_rng(7)
     tail, dtype = case.pool.shape[1:], case.pool.dtype.type
     pools = array(rng, (n, slots, *tail), dtype)
     values = array(rng, (case.brute.batch, n, case.brute.seq, *tail), dtype)
-    flat = np.stack([pools[h, s] for first in range(0, slots, block) for h in range(n) for s in range(first, first + block)])
+    flat = np.stack([pools[h, s] for at in range(0, slots, block) for h in range(n) for s in range(at, at + block)])
     index = case.index.heads(n, block)
     seen, out = index.extend(values.reshape(-1, case.brute.seq, *tail), flat)
     seen = seen.reshape(case.brute.batch, n, *seen.shape[1:])
@@ -230,7 +252,7 @@ def test_heads_of_a_pool_are_as_many_pools(case: Case, n: int, data):
 
 
 def test_rows_by_heads_stay_slices_and_the_pool_lies_as_attention_wants_it():
-    """With block the rows' context the pool is [batch, n, context, dim], and the read of its first columns a view of it."""
+    """With block the rows' context the pool is [batch, n, context, dim], and its first columns are read by a view."""
     index = CacheIndex.rows(8, [5, 3]).narrow(4)
     pool = mx.arange(2 * 3 * 8 * 2, dtype=mx.float32).reshape(-1, 2)
     seen = index.heads(3, 8).read(pool, zero=False)
@@ -294,7 +316,7 @@ def test_two_lanes_of_one_sequence_see_each_other_as_in_one_lane():
 
 
 def test_a_kept_path_of_a_draft_is_the_chain_fed_alone():
-    """A tree of guesses in spare slots; naming the kept ones in the next table gives the chain's keys, and copies nothing."""
+    """A tree of guesses in spare slots: naming the kept ones in the next table gives the chain's keys, uncopied."""
     rng = np.random.default_rng(3)
     d = 3
     pool = rng.standard_normal((12, d)).astype(np.float32)
@@ -376,7 +398,7 @@ def _leaves(brute: Brute) -> list:
 @settings(max_examples=400, deadline=None)
 @given(a=cases(), b=cases())
 def test_signatures_agree_exactly_when_the_structures_do(a: Case, b: Case):
-    """Structure and no value: the case, row, blocks, every, window, selection, draft. Leaves in the order of the walk."""
+    """Structure and no value: case, row, blocks, every, window, selection, draft. Leaves in the order of the walk."""
     (signature_a, leaves), (signature_b, _) = a.index.walk(), b.index.walk()
     assert (signature_a == signature_b) == (_structure(a.brute) == _structure(b.brute))
     assert len(leaves) == len(_leaves(a.brute))

@@ -78,6 +78,8 @@ INVALID = {
     "every: packed": (lambda: packed(2, [[2]]).every(2), "unpacked"),
     "advance: whole": (lambda: whole(1, 2).advance(), "keeps nothing"),
     "advance: packed": (lambda: packed(2, [[2]]).advance(), "keeps nothing"),
+    "at: other lanes": (lambda: plain.at([[0], [1]]), "at: pos"),
+    "at: whole": (lambda: whole(1, 2).at([[0]]), "over a table"),
     "narrow: 0": (lambda: plain.narrow(0), "narrow"),
     "narrow: wider": (lambda: plain.narrow(4), "at most 3"),
     "narrow: whole": (lambda: whole(1, 2).narrow(1), "over a table"),
@@ -117,7 +119,11 @@ VALID = {
         plain.select(chosen).select(chosen),
     ],
     "a lane of no token": lambda: [rows(3, [0]), whole(1, 1, [0]), packed(1, [[]]), packed(1, [[0]])],
-    "numpy numbers": lambda: [rows(np.int64(3), np.array([1, 2])), whole(np.int32(1), np.int8(2)), plain.window(np.int64(1))],
+    "numpy numbers": lambda: [
+        rows(np.int64(3), np.array([1, 2])),
+        whole(np.int32(1), np.int8(2)),
+        plain.window(np.int64(1)),
+    ],
     "MLX lengths": lambda: [rows(3, mx.array([1, 2]))],
 }
 

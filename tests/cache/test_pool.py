@@ -124,7 +124,9 @@ def test_pools_come_back_after_a_step():
     assert (len(pools), pools.slots) == (2, 4)
 
 
-@pytest.mark.parametrize("use", [Pools.take, Pools.evaluate, lambda p: p.arrays, lambda p: p.grow(8), lambda p: p.copy([0], [1])])
+@pytest.mark.parametrize(
+    "use", [Pools.take, Pools.evaluate, lambda p: p.arrays, lambda p: p.grow(8), lambda p: p.copy([0], [1])]
+)
 def test_given_away_pools_are_gone_and_the_error_shows_the_mend(use):
     pools = pair()
     pools.take()
@@ -194,10 +196,16 @@ def test_put_takes_only_what_was_taken():
     pools = pair()
     with pytest.raises(CacheError, match="nobody took"):
         pools.put([mx.zeros((4, 2)), mx.ones((4, 3), mx.float16)])
-    for new in ([mx.zeros((4, 2))], [mx.zeros((5, 2)), mx.ones((4, 3), mx.float16)], [mx.zeros((4, 2)), mx.ones((4, 3))]):
+    for new in (
+        [mx.zeros((4, 2))],
+        [mx.zeros((5, 2)), mx.ones((4, 3), mx.float16)],
+        [mx.zeros((4, 2)), mx.ones((4, 3))],
+    ):
         pools = pair()
         pools.take()
-        with pytest.raises(CacheError, match=r"\[4, 2\] mlx\.core\.float32, \[4, 3\] mlx\.core\.float16, as they were given"):
+        with pytest.raises(
+            CacheError, match=r"\[4, 2\] mlx\.core\.float32, \[4, 3\] mlx\.core\.float16, as they were given"
+        ):
             pools.put(new)
 
 
@@ -226,7 +234,7 @@ def test_running_ahead_does_not_copy():
 
 
 def test_grow_adds_empty_slots_at_the_end():
-    """Each pool by its own rows a slot; no slot loses what it holds; fewer slots, or a pool of other rows, is an error."""
+    """Each pool by its own rows a slot, no slot loses what it holds; fewer slots or other rows are errors."""
     pools = Pools([mx.ones((4, 2)), mx.ones((12, 3), mx.float16)], slots=4)
     pools.grow(6)
     same(pools.arrays[0], np.concatenate([np.ones((4, 2), np.float32), np.zeros((2, 2), np.float32)]))

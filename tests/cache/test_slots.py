@@ -14,7 +14,7 @@ TOKENS = st.lists(st.integers(0, 1), max_size=9)  # few ids, so that prompts beg
 
 
 class Model(RuleBasedStateMachine):
-    """memory[slot] is the prefix whose last token's keys and values the slot holds, as a step and its copies leave it."""
+    """memory[slot] is the prefix whose last token's keys the slot holds, as a step and its copies leave it."""
 
     @initialize(block=st.integers(1, 3), blocks=st.integers(0, 8))
     def begin(self, block: int, blocks: int):
@@ -34,10 +34,13 @@ class Model(RuleBasedStateMachine):
         """append, then the copies it asks for, then the step that stores the tokens."""
         had = self.sequences[sequence]
         before = (self.slots.free_slots, self.everything())
+        refused = None
         try:
             copies = self.slots.append(sequence, tokens if told else len(tokens))
         except CacheError as error:
-            assert f"{before[0]} of {self.slots.slots} free" in str(error)
+            refused = str(error)
+        if refused is not None:
+            assert f"{before[0]} of {self.slots.slots} free" in refused
             assert (self.slots.free_slots, self.everything()) == before
             assert len(tokens) > before[0] - 2 * self.slots.block
             return
@@ -106,6 +109,14 @@ class Model(RuleBasedStateMachine):
             again, found = self.slots.open([*tokens, 0])
             assert found == len(tokens) // self.slots.block * self.slots.block, "what was kept just now is found"
             self.slots.free(again)
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def look_up(self, data):
+        """What is found still holds what it held when it was kept."""
+        prefix = data.draw(st.sampled_from(sorted(self.kept)))
+        sequence, found = self.slots.open([*prefix, 0])
+        self.sequences[sequence] = list(prefix[:found])
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -199,6 +210,18 @@ def test_tokens_whose_hashes_collide_are_told_apart():
     prompt(slots, [big, 1, 5, 6])
     assert slots.open([0, 1, 5, 6, 9])[1] == 2
     assert slots.open([big, 1, 5, 6, 9])[1] == 4
+
+
+def test_a_kept_block_is_never_written():
+    """Also not by the sequence it came from, alone in it, once that is trimmed into the block."""
+    slots = Slots(16, 4)
+    sequence = prompt(slots, [1, 2, 3, 4])
+    before = slots.table([sequence], 4)[0]
+    slots.trim(sequence, 2)
+    copies = slots.append(sequence, [7, 8])
+    after = slots.table([sequence], 4)[0]
+    assert copies == [(before[0], after[0]), (before[1], after[1])]
+    assert not set(before) & set(after)
 
 
 def test_a_fork_copies_only_a_partly_filled_block_and_only_when_it_is_written():

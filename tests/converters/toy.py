@@ -36,14 +36,23 @@ def decoder(opset: int = 18, seed: int = 0) -> ModelProto:
     def node(op, inputs, outputs, name=None, **attrs):
         return helper.make_node(op, inputs, outputs, name=name or f"/model/{op}_{outputs[0]}", **attrs)
 
+    def axes(op, source, names, result):
+        if opset < 13:  # axes were attributes
+            return node(op, [source], [result], axes=constants[names].tolist())
+        return node(op, [source, names], [result])
+
+    constants = {
+        "last": np.array([-1]), "one": np.array([1]), "heads": np.array([1, 2]), "two": np.array(2), "one0": np.array(1),
+        "zero0": np.array(0), "tenth": np.array(0.1, np.float32), "low": np.array(-1e9, np.float32),
+    }  # fmt: skip
     nodes = [
         node("Gather", ["model.embed.weight", "input_ids"], ["embedded"]),
         node("Cast", ["position_ids"], ["place"], to=f32),
-        node("Unsqueeze", ["place", "last"], ["places"]),
+        axes("Unsqueeze", "place", "last", "places"),
         node("Mul", ["places", "tenth"], ["rotated"]),
         node("Add", ["embedded", "rotated"], ["x"]),
         node("MatMul", ["x", "onnx::MatMul_1"], ["q"], "/model/layers.0/self_attn/q_proj/MatMul"),
-        node("Unsqueeze", ["q", "one"], ["q4"]),
+        axes("Unsqueeze", "q", "one", "q4"),
         node("Concat", ["past_key_values.0.key", "q4"], ["present.0.key"], axis=2),
         node("Transpose", ["present.0.key"], ["keys"], perm=[0, 1, 3, 2]),
         node("MatMul", ["q4", "keys"], ["scores"]),
@@ -53,23 +62,20 @@ def decoder(opset: int = 18, seed: int = 0) -> ModelProto:
         node("Shape", ["attention_mask"], ["mask_shape"]),
         node("Gather", ["mask_shape", "one0"], ["total"]),
         node("Range", ["past", "total", "one0"], ["rows"]),
-        node("Unsqueeze", ["rows", "one"], ["rows1"]),
+        axes("Unsqueeze", "rows", "one", "rows1"),
         node("Range", ["zero0", "total", "one0"], ["columns"]),
-        node("LessOrEqual", ["columns", "rows1"], ["causal"]),
+        node("Greater", ["columns", "rows1"], ["later"]),
+        node("Not", ["later"], ["causal"]),
         node("Cast", ["attention_mask"], ["shown"], to=TensorProto.BOOL),
-        node("Unsqueeze", ["shown", "heads"], ["shown4"]),
+        axes("Unsqueeze", "shown", "heads", "shown4"),
         node("And", ["causal", "shown4"], ["seen"]),
         node("Where", ["seen", "scores", "low"], ["masked"]),
-        node("Softmax", ["masked"], ["weights"], axis=-1),
+        node("Softmax", ["masked"], ["weights"], axis=-1 if opset >= 13 else 3),
         node("MatMul", ["weights", "present.0.key"], ["mixed4"]),
-        node("Squeeze", ["mixed4", "one"], ["mixed"]),
+        axes("Squeeze", "mixed4", "one", "mixed"),
         node("MatMul", ["mixed", "head.weight"], ["product"], "/head/MatMul"),
         node("Add", ["product", "head.bias"], ["logits"], "/head/Add"),
     ]
-    constants = {
-        "last": np.array([-1]), "one": np.array([1]), "heads": np.array([1, 2]), "two": np.array(2), "one0": np.array(1),
-        "zero0": np.array(0), "tenth": np.array(0.1, np.float32), "low": np.array(-1e9, np.float32),
-    }  # fmt: skip
     arrays = {**weights(seed), **constants}
     inputs = [
         helper.make_tensor_value_info("input_ids", i64, ["batch_size", "seq"]),
@@ -119,3 +125,39 @@ def initializer(model: ModelProto, name: str) -> TensorProto:
 def node(model: ModelProto, output: str) -> onnx.NodeProto:
     """The node that gives that value."""
     return next(one for one in model.graph.node if output in one.output)
+
+
+def replace(model: ModelProto, name: str, array: TensorProto) -> None:
+    """The initialiser of that name becomes `array`, under the same name."""
+    array.name = name
+    initializer(model, name).CopyFrom(array)
+
+
+def expected(model: ModelProto | Path, ids: list[int]) -> np.ndarray:
+    """onnxruntime's logits [vocab] after ids."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    source = str(model) if isinstance(model, Path) else model.SerializeToString()
+    session = ort.InferenceSession(source, options, ["CPUExecutionProvider"])
+    feeds = {
+        "input_ids": np.array([ids], np.int64), "attention_mask": np.ones((1, len(ids)), np.int64),
+        "position_ids": np.arange(len(ids))[None], "past_key_values.0.key": np.zeros((1, 1, 0, DIM), np.float32),
+    }  # fmt: skip
+    return session.run(["logits"], {value.name: feeds[value.name] for value in session.get_inputs()})[0][0, -1]
+
+
+def found(folder: Path, ids: list[int]) -> np.ndarray:
+    """The converted folder's logits [vocab] after ids, one token a step."""
+    from mlx_transmuter import ops
+    from mlx_transmuter.decoder import Decoder
+    from mlx_transmuter.model import load_folder
+
+    run = Decoder(load_folder(folder).decoder, 1).begin([len(ids)])
+    for token in ids:
+        logits = run.step(np.array([[token]], np.int32), [1])
+        run.evaluate(logits)
+    return ops.to_host(logits[0])

@@ -1,8 +1,13 @@
 """GroupQueryAttention against onnxruntime: every attribute, prompts and their parts, single tokens, ragged batches."""
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from onnxruntime_node import agree, expected, found
+
+from mlx_transmuter.ops.microsoft_gqa import group_query_attention
 
 OUTPUTS = ("y", "present_key", "present_value")
 HEADS, KV, DIM = 4, 2, 16
@@ -212,3 +217,57 @@ def test_a_row_that_sees_nothing_gives_no_nan(dtype, softcap):
         case.inputs[10][0, :, 2] = smallest
         (y, *_) = found("GroupQueryAttention", case.inputs, case.attrs, OUTPUTS, host=(6,))
         assert np.isfinite(y).all()
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_any_case(data):
+    """Rows of a batch one by one: onnxruntime takes no more of several tokens on a past."""
+    batch, seq = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
+    held = [data.draw(st.integers(0, 8)) for _ in range(batch)]
+    attrs = {
+        "packed": data.draw(st.booleans()),
+        "rotary": data.draw(st.booleans()),
+        "bias": data.draw(st.booleans()),
+        "rotary_interleaved": data.draw(st.integers(0, 1)),
+        "local_window_size": data.draw(st.sampled_from([-1, 1, 2, 5])),
+        "softcap": data.draw(st.sampled_from([0.0, 1.5])),
+        "smooth_softmax": data.draw(st.integers(0, 1)),
+        "scale": data.draw(st.sampled_from([0.0, 0.4])),
+    }
+    case = Case(data.draw(st.integers(0, 99)), held, seq, max(held) + seq + data.draw(st.integers(0, 3)), **attrs)
+    ours = found("GroupQueryAttention", case.inputs, case.attrs, OUTPUTS, host=(6,))
+    for b, length in enumerate(case.lengths):
+        alone = case.row(b)
+        truth = expected("GroupQueryAttention", alone.inputs, alone.attrs, OUTPUTS)
+        agree(truth[0][0], ours[0][b], 1e-5)
+        agree(truth[1][0, :, :length], ours[1][b, :, :length], 1e-6, "present_key")
+        agree(truth[2][0, :, :length], ours[2][b, :, :length], 1e-6, "present_value")
+
+
+@pytest.mark.usefixtures("compiling")
+def test_layers_share_positions_angles_and_masks(tmp_path):
+    """A step of more layers gathers no more angles and compares no more positions: mx.compile joins them."""
+
+    def counts(layers):
+        case = Case(15, (3, 6), 1, 12, rotary=True, local_window_size=5)
+        names = [f"x{i}" for i, x in enumerate(case.inputs) if x is not None and i != 6]
+        values = {f"x{i}": mx.array(x) for i, x in enumerate(case.inputs) if f"x{i}" in names}
+
+        def step(given):
+            inputs = [given.get(f"x{i}") for i in range(len(case.inputs))]
+            inputs[6], results = mx.array(12), []
+            for _ in range(layers):
+                results += group_query_attention(*inputs, **case.attrs)
+                inputs[:5] = [x + 1 for x in inputs[:5]]  # other layers have other arrays
+            return results
+
+        mx.export_to_dot(str(tmp_path / "step.dot"), *mx.compile(step)(values))
+        graph = (tmp_path / "step.dot").read_text()
+        return [graph.count(f'label ="{kind}"') for kind in ("Gather", "CompiledBroadcastLessEqual")], graph.count(
+            "label ="
+        )
+
+    (two, more), (three, most) = counts(2), counts(3)
+    assert two == three
+    assert most > more

@@ -1,0 +1,187 @@
+"""The rewrites: how many each makes per architecture, that near misses decline with their reason, and that what they make runs.
+
+Agreement with the unrewritten graph is the proof of each conversion; here its record is read, and goldens test the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import FIXTURES, NAMES
+
+from converters.match import Declined, Graph, apply
+from converters.names import name_weights
+from converters.passes import IN_GRAPH, OVER_POOLS, rewrite
+from converters.passes.attention import attention
+from converters.passes.embedding import embedding
+from converters.passes.group_query import group_query
+from converters.passes.linear import linear
+from converters.passes.norms import norms
+from converters.passes.positions import positions
+from converters.passes.quantized import quantized
+from converters.read import read
+from mlx_transmuter.program import Node, Program
+from mlx_transmuter.signature import INDEX, outputs
+
+# Fixtures have two layers, gemma3_text three. A layer of a llama has 7 products, 2 norms, 2 rotations, 1 gate, 1 attention (with its two concatenations: three nodes replaced).
+LLAMA = {"embedding": 1, "linear": 15, "norms": 5, "rotary": 4, "gates": 2, "attention": 6, "last": 1}
+WANTED = {
+    "llama": LLAMA,
+    "llama_fp16": LLAMA,
+    "llama_q4": LLAMA | {"linear": 0, "quantized": 13},
+    "mistral": LLAMA,
+    "qwen2": LLAMA,
+    "qwen3": LLAMA | {"norms": 9},  # queries and keys have norms too
+    "smollm3": LLAMA | {"rotary": 2},  # every other layer has no rotation in this fixture
+    "granite": LLAMA,
+    "olmo2": LLAMA | {"norms": 9},
+    "phi3": LLAMA | {"linear": 9},  # q, k and v are one product, gate and up too
+    "gemma": LLAMA | {"positions": 2},
+    "gemma2": LLAMA | {"positions": 2, "norms": 9},
+    "gpt2": {"embedding": 2, "linear": 9, "flat": 8, "gates": 2, "attention": 6, "last": 1},
+    "gpt_neo": {"gates": 2, "embedding": 2, "linear": 13, "attention": 6, "last": 1},
+    "gpt_neox": {"gates": 2, "embedding": 1, "linear": 9, "rotary": 4, "attention": 6, "last": 1},
+    "gptj": {"gates": 2, "embedding": 1, "linear": 13, "attention": 6, "last": 1},
+    "opt": {"embedding": 2, "linear": 13, "attention": 6, "last": 1},
+    "bloom": {"gates": 2, "embedding": 1, "linear": 9, "attention": 6, "last": 1},
+    "falcon": {"gates": 2, "embedding": 1, "linear": 9, "rotary": 4, "attention": 6, "last": 1},
+    "llama_genai": {"embedding": 1, "linear": 11, "group_query": 2, "last": 1},
+    "mistral_genai": {"embedding": 1, "linear": 11, "group_query": 2, "last": 1},
+}
+
+
+def graph(name: str) -> Program:
+    """The fixture's graph as a conversion sees it before the rewrites."""
+    program = read(FIXTURES / name / "model.onnx")
+    return name_weights(program.select(outputs(value.name for value in program.outputs)))
+
+
+def before(name: str, one) -> Program:
+    """The fixture's program as the rewrite `one` gets it."""
+    order = (*IN_GRAPH, *OVER_POOLS)
+    return rewrite(graph(name), order[: order.index(one)])[0]
+
+
+@pytest.mark.parametrize("name", sorted(WANTED))
+def test_each_rewrite_is_made_as_often_as_the_architecture_asks(name, loaded):
+    meta = loaded(name).decoder.program.meta
+    held = {record["name"]: record["held"] for record in meta["rewrites"]}
+    wanted = WANTED[name]
+    assert {rewrite: held[rewrite] for rewrite in wanted} == wanted
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "gpt2_ort"])
+def test_every_fixture_but_the_oldest_runs_over_pools_and_nothing_of_past_or_mask_is_left(name, loaded):
+    program = loaded(name).decoder.program
+    assert program.input(INDEX) is not None
+    assert program.input("attention_mask") is None
+    kinds = {node.op for node in program.nodes}
+    assert not kinds & {"Softmax-13", "com.microsoft.GroupQueryAttention-1", "ScatterND-11", "Trilu-14", "IsNaN-9"}
+    assert program.meta["proof"]["tried"]["pools"] <= program.meta["proof"]["limit"]
+
+
+def test_a_llama_layer_has_as_many_nodes_as_a_person_would_write(loaded):
+    program = loaded("llama").decoder.program
+    layer = [node for node in program.nodes if "/layers.1/" in node.name]
+    # norm, q k v (product, reshape, transpose), 2 rotations and what broadcasts their tables, attention, its transpose and
+    # reshape, product, sum; norm, gate and up, silu · up, down, sum
+    assert len(layer) <= 26, [node.op for node in layer]
+
+
+def reasons(program: Program, one) -> list[str]:
+    """Why the rewrite declined what it found in the program."""
+    return [answer.reason for answer in one(Graph(program)) if isinstance(answer, Declined)]
+
+
+def changed(program: Program, kind: str, **changes) -> Program:
+    """The program with the first node of that kind changed."""
+    at = next(i for i, node in enumerate(program.nodes) if node.op.rpartition("-")[0] == kind)
+    nodes = list(program.nodes)
+    nodes[at] = replace(nodes[at], **changes)
+    return replace(program, nodes=nodes)
+
+
+def test_a_norm_over_another_axis_declines():
+    program = before("llama", norms)
+    program.constants["other"] = np.array([1])
+    node = next(node for node in program.nodes if node.op.startswith("ReduceMean"))
+    program = changed(program, "ReduceMean", inputs=(node.inputs[0], "other"))
+    assert reasons(program, norms) == ["the mean is not of the last axis alone"]
+    assert apply(program, norms)[1].held == 4
+
+
+def test_a_mask_that_shows_later_columns_declines():
+    program = before("llama", attention)
+    node = next(node for node in program.nodes if node.op.startswith("LessOrEqual"))
+    program = changed(program, "LessOrEqual", op="GreaterOrEqual-12")
+    assert node.op != "GreaterOrEqual-12"
+    assert reasons(program, attention) == ["the mask shows other columns than the last ones up to a token's own"]
+    assert apply(program, attention)[1].held == 0
+
+
+def test_attention_with_a_past_that_something_else_reads_declines():
+    program = before("llama", attention)
+    extra = Node("Identity-1", ("past_key_values.0.key",), ("copy",))
+    added = Node("ReduceMean-18", ("copy",), ("mean",), {"keepdims": 0})
+    node = program.producers()["logits"]
+    nodes = [*program.nodes[:-1], extra, added]
+    nodes += [replace(node, outputs=("plain",)), Node("Add-7", ("plain", "mean"), ("logits",))]
+    assert program.nodes[-1] == node
+    assert reasons(replace(program, nodes=nodes), attention) == ["Identity-1 reads the past or the mask too"]
+
+
+def test_scores_that_are_shifted_as_well_decline():
+    program = before("llama", attention)
+    softmax = next(node for node in program.nodes if node.op.startswith("Softmax"))
+    program.constants["shift"] = np.array(1.0, np.float32)
+    at = program.nodes.index(softmax)
+    shifted = [Node("Add-7", (softmax.inputs[0], "shift"), ("shifted",)), replace(softmax, inputs=("shifted",))]
+    program = replace(program, nodes=[*program.nodes[:at], *shifted, *program.nodes[at + 1 :]])
+    assert reasons(program, attention) == ["the scores come from Add-7"]
+
+
+def test_a_table_that_something_else_reads_is_no_embedding():
+    program = before("llama", embedding)
+    table = next(node for node in program.nodes if node.inputs[0] in program.weights and node.op.startswith("Gather")).inputs[0]
+    program.nodes.append(Node("Abs-6", (table,), ("magnitude",)))
+    assert reasons(program, embedding) == ["the table is also read by Abs-6"]
+
+
+def test_a_matrix_that_something_else_reads_is_no_linear_layer():
+    program = before("llama", linear)
+    matrix = next(node for node in program.nodes if node.op.startswith("MatMul") and node.inputs[1] in program.weights).inputs[1]
+    program.nodes.append(Node("Abs-6", (matrix,), ("magnitude",)))
+    found = reasons(program, linear)
+    assert found == ["the matrix is read in several ways; wanted products of one form"]
+
+
+def test_blocks_that_mlx_has_no_form_of_stay():
+    program = before("llama_q4", quantized)
+    node = next(node for node in program.nodes if node.op.startswith("com.microsoft.MatMulNBits"))
+    program = changed(program, "com.microsoft.MatMulNBits", attrs={**node.attrs, "block_size": 16})
+    found = reasons(program, quantized)
+    assert "its blocks are of 16; MLX has groups of 32, 64 and 128, so it stays in the file's form" in found
+
+
+def test_grouped_attention_with_a_smooth_softmax_declines():
+    program = before("llama_genai", group_query)
+    node = next(node for node in program.nodes if "GroupQueryAttention" in node.op)
+    program = changed(program, "com.microsoft.GroupQueryAttention", attrs={**node.attrs, "smooth_softmax": 1})
+    assert reasons(program, group_query) == ["its smooth_softmax is 1"]
+
+
+def test_positions_of_an_unknown_use_decline():
+    program = before("gemma", positions)
+    value = next(node for node in program.nodes if node.op.startswith("Unsqueeze") and "Range" in node.inputs[0]).outputs[0]
+    program.nodes.append(Node("Sign-9", (value,), ("sign",)))
+    assert reasons(program, positions) == ["the use of positions by Sign-9 is not known"]
+
+
+def test_a_rewrite_replaces_the_root_alone_and_what_nothing_reads_falls():
+    program = before("llama", norms)
+    after, record = apply(program, norms)
+    assert record.held == 5
+    assert len(after.nodes) == len(program.nodes) - 5 * 6  # seven nodes became one
+    after.validate()

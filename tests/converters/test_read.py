@@ -1,0 +1,348 @@
+"""Reading: opsets, constants, subgraphs, functions and names, against onnxruntime or ONNX's reference."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import onnx
+import pytest
+import toy
+from onnx import TensorProto, helper, numpy_helper
+
+from converters.convert import convert
+from converters.errors import ConvertError
+from converters.read import read
+from mlx_transmuter import ops
+from mlx_transmuter.module import Module
+from mlx_transmuter.program import Program
+
+F32, I64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
+X = np.array([[1.0, -2.0, 3.0], [0.5, 4.0, -6.0]], np.float32)
+
+
+def model(nodes, *, initializers=(), sparse=(), inputs=(("x", F32, [2, 3]),), outputs=("y",), functions=(), opset=18):
+    results = [onnx.ValueInfoProto(name=name) for name in outputs]
+    given = [helper.make_tensor_value_info(*value) for value in inputs]
+    graph = helper.make_graph(nodes, "g", given, results, list(initializers), sparse_initializer=list(sparse))
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid("local", 1)]
+    return helper.make_model(graph, opset_imports=imports, functions=list(functions), ir_version=10)
+
+
+def run(program: Program, **inputs) -> dict[str, np.ndarray]:
+    arrays = {name: ops.to_device(tensor.read()) for name, tensor in program.arrays.items()}
+    found = Module(program, arrays)(**{name: mx.array(value) for name, value in inputs.items()})
+    return {name: np.array(value) for name, value in found.items()}
+
+
+def reference(proto, **inputs) -> dict[str, np.ndarray]:
+    from onnx.reference import ReferenceEvaluator
+
+    names = [value.name for value in proto.graph.output]
+    return dict(zip(names, ReferenceEvaluator(proto).run(None, inputs), strict=True))
+
+
+def agrees(proto, **inputs) -> Program:
+    program = read(proto)
+    found, wanted = run(program, **inputs), reference(proto, **inputs)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
+    return program
+
+
+@pytest.mark.parametrize("opset", [11, 12, 13, 14, 15, 17, 18, 19, 20, 21, 22, 23])
+def test_every_opset_from_11_on(opset, tmp_path):
+    proto = toy.decoder(opset)
+    folder = convert(toy.write(tmp_path / "source", proto), "model.onnx", tmp_path / "out", progress=False)
+    ids = [3, 1, 15, 7, 7]
+    np.testing.assert_allclose(toy.found(folder, ids), toy.expected(proto, ids), atol=1e-4)
+
+
+CONSTANTS = {
+    "value": (numpy_helper.from_array(X[0]), X[0]),
+    "value_float": (1.5, np.array(1.5, np.float32)),
+    "value_floats": ([1.5, -2.5, 3.5], np.array([1.5, -2.5, 3.5], np.float32)),
+    "value_int": (3, np.array(3, np.int64)),
+    "value_ints": ([3, -4, 5], np.array([3, -4, 5], np.int64)),
+    "value_string": ("é", np.array("é")),
+    "value_strings": (["a", "", "ü"], np.array(["a", "", "ü"])),
+    "sparse_value": (
+        helper.make_sparse_tensor(
+            helper.make_tensor("v", F32, [2], [7.0, -8.0]), helper.make_tensor("i", I64, [2], [0, 2]), [3]
+        ),
+        np.array([7, 0, -8], np.float32),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", CONSTANTS)
+def test_every_form_of_constant(form):
+    value, wanted = CONSTANTS[form]
+    node = onnx.NodeProto(op_type="Constant", output=["c"])
+    node.attribute.append(helper.make_attribute(form, value))
+    kind = {"f": F32, "i": I64, "U": TensorProto.STRING}[wanted.dtype.kind]
+    program = read(model([node], inputs=(), outputs=("c",)))
+    assert not program.nodes
+    found = program.constants["c"] if "c" in program.constants else program.arrays["c"].read()
+    assert found.tolist() == wanted.tolist()
+    assert found.dtype.kind == np.dtype(helper.tensor_dtype_to_np_dtype(kind)).kind or kind == TensorProto.STRING
+    assert found.shape == wanted.shape
+
+
+def test_a_constant_without_a_value_or_with_two_is_refused():
+    for attrs in ({}, {"value_int": 1, "value_float": 1.0}):
+        node = helper.make_node("Constant", [], ["c"], name="odd", **attrs)
+        with pytest.raises(ConvertError) as error:
+            read(model([node], inputs=(), outputs=("c",)))
+        assert error.value.node == "Constant 'odd'"
+
+
+def sparse(name, values, indices, dims):
+    indices = np.array(indices, np.int64)
+    return helper.make_sparse_tensor(
+        helper.make_tensor(name, F32, [len(values)], values),
+        helper.make_tensor("i", I64, list(indices.shape), indices.ravel().tolist()), dims,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("indices", [[1, 5], [[0, 1], [1, 2]]], ids=["linear", "by axes"])
+def test_sparse_initialisers_become_dense(indices):
+    proto = model([helper.make_node("Add", ["x", "s"], ["y"])], sparse=[sparse("s", [10.0, 20.0], indices, [2, 3])])
+    (added,) = run(read(proto), x=X).values()
+    assert (added - X).tolist() == [[0, 10, 0], [0, 0, 20]]
+
+
+@pytest.mark.parametrize(
+    ("indices", "dims"), [([1, 6], [2, 3]), ([-1, 2], [2, 3]), ([[0, 1], [2, 0]], [2, 3]), ([[0, 1, 1], [1, 1, 1]], [2, 3])]
+)
+def test_sparse_indices_outside_are_refused(indices, dims):
+    proto = model([helper.make_node("Add", ["x", "s"], ["y"])], sparse=[sparse("s", [1.0, 2.0], indices, dims)])
+    program = read(proto)
+    with pytest.raises(ConvertError, match="sparse tensor 's'"):
+        program.arrays["s"].read()
+
+
+def test_a_sparse_tensor_that_would_fill_memory_is_refused():
+    for dims in ([2**30, 2**30], [2**60], [-1, 3]):
+        with pytest.raises(ConvertError):
+            read(model([helper.make_node("Identity", ["s"], ["y"])], sparse=[sparse("s", [1.0], [0], dims)]))
+
+
+def test_an_initialiser_that_is_also_an_input_is_a_weight():
+    """ONNX before IR 4 listed every initialiser among the inputs."""
+    node = helper.make_node("Add", ["x", "w"], ["y"])
+    proto = model([node], initializers=[numpy_helper.from_array(X, "w")], inputs=(("x", F32, [2, 3]), ("w", F32, [2, 3])))
+    program = read(proto)
+    assert [value.name for value in program.inputs] == ["x"]
+    assert run(program, x=X)["y"].tolist() == (X + X).tolist()
+
+
+def branch(nodes, result, initializers=()):
+    return helper.make_graph(nodes, "branch", [], [onnx.ValueInfoProto(name=result)], list(initializers))
+
+
+def test_branches_may_use_the_names_of_their_siblings_and_have_initialisers():
+    """Both branches give "t" and hold their own "w"; both read the graph around them."""
+    then = branch(
+        [helper.make_node("Mul", ["x", "w"], ["t"]), helper.make_node("Add", ["t", "outer"], ["r"])], "r",
+        [numpy_helper.from_array(np.full(3, 2, np.float32), "w")],
+    )  # fmt: skip
+    other = branch(
+        [helper.make_node("Sub", ["x", "w"], ["t"]), helper.make_node("Add", ["t", "outer"], ["r"])], "r",
+        [numpy_helper.from_array(np.full(3, 5, np.float32), "w")],
+    )  # fmt: skip
+    for taken in (True, False):
+        proto = model(
+            [
+                helper.make_node("Neg", ["x"], ["outer"]),
+                helper.make_node("If", ["flag"], ["y"], then_branch=then, else_branch=other),
+                helper.make_node("Mul", ["y", "y"], ["t"]),  # the graph uses "t" once more, after the branches
+            ],
+            initializers=[numpy_helper.from_array(np.array(taken), "flag")],
+            outputs=("y", "t"),
+        )
+        program = agrees(proto, x=X)  # under the names of the graph's own values
+        assert len(program.arrays) == 2
+        names = [name for node in program.all_nodes() for name in node.outputs]
+        assert len(set(names)) == len(names)
+
+
+def test_a_branch_may_hide_a_name_of_the_graph_around_it():
+    """The inner "h" is another value than the outer one, which lives on after the branch."""
+    then = branch([helper.make_node("Neg", ["x"], ["h"])], "h")
+    other = branch([helper.make_node("Abs", ["x"], ["h"])], "h")
+    proto = model(
+        [
+            helper.make_node("Add", ["x", "x"], ["h"]),
+            helper.make_node("If", ["flag"], ["i"], then_branch=then, else_branch=other),
+            helper.make_node("Sub", ["h", "i"], ["y"]),
+        ],
+        initializers=[numpy_helper.from_array(np.array(True), "flag")],
+    )
+    assert run(read(proto), x=X)["y"].tolist() == (X + X + X).tolist()
+
+
+def test_branches_in_branches_and_a_loop_body():
+    inner = branch([helper.make_node("Mul", ["s", "x"], ["m"])], "m")
+    plain = branch([helper.make_node("Identity", ["s"], ["m"])], "m")
+    body = helper.make_graph(
+        [
+            helper.make_node("If", ["flag"], ["n"], then_branch=inner, else_branch=plain),
+            helper.make_node("Identity", ["go"], ["go_on"]),
+            helper.make_node("Identity", ["n"], ["scan"]),
+        ],
+        "body",
+        [helper.make_tensor_value_info("i", I64, []), helper.make_tensor_value_info("go", BOOL, []), helper.make_tensor_value_info("s", F32, [2, 3])],
+        [helper.make_tensor_value_info("go_on", BOOL, []), helper.make_tensor_value_info("n", F32, [2, 3]), helper.make_tensor_value_info("scan", F32, [2, 3])],
+    )  # fmt: skip
+    proto = model(
+        [helper.make_node("Loop", ["three", "", "x"], ["y", "all"], body=body)],
+        initializers=[numpy_helper.from_array(np.array(3), "three"), numpy_helper.from_array(np.array(True), "flag")],
+        outputs=("y", "all"),
+    )
+    found = run(read(proto), x=X)
+    np.testing.assert_allclose(found["y"], X**4, rtol=1e-5)
+    np.testing.assert_allclose(found["all"], np.stack([X**2, X**3, X**4]), rtol=1e-5)
+
+
+def test_functions_of_the_model_are_inlined():
+    """A function that calls a function, with an attribute handed down."""
+    imports = [helper.make_opsetid("", 18), helper.make_opsetid("local", 1)]
+    leak = helper.make_node("LeakyRelu", ["a"], ["b"])
+    reference_ = onnx.AttributeProto(name="alpha", ref_attr_name="slope", type=onnx.AttributeProto.FLOAT)
+    leak.attribute.append(reference_)
+    inner = helper.make_function("local", "Leak", ["a"], ["b"], [leak], imports, attributes=["slope"])
+    call = helper.make_node("Leak", ["p"], ["q"], domain="local")
+    call.attribute.append(onnx.AttributeProto(name="slope", ref_attr_name="slope", type=onnx.AttributeProto.FLOAT))
+    outer = helper.make_function(
+        "local", "Twice", ["p"], ["r"], [call, helper.make_node("Add", ["q", "q"], ["r"])], imports, attributes=["slope"]
+    )
+    nodes = [helper.make_node("Twice", ["x"], ["h"], domain="local", slope=0.25), helper.make_node("Twice", ["h"], ["y"], domain="local", slope=0.5)]
+    program = read(model(nodes, functions=[inner, outer]))
+    assert {node.op for node in program.nodes} == {"LeakyRelu-6", "Add-7"}
+    wanted = X
+    for slope in (0.25, 0.5):
+        wanted = 2 * np.where(wanted < 0, slope * wanted, wanted)
+    np.testing.assert_allclose(run(program, x=X)["y"], wanted)
+
+
+def test_functions_that_call_themselves_are_refused():
+    imports = [helper.make_opsetid("", 18), helper.make_opsetid("local", 1)]
+    functions = [
+        helper.make_function("local", name, ["a"], ["b"], [helper.make_node(calls, ["a"], ["b"], domain="local")], imports)
+        for name, calls in (("F", "G"), ("G", "F"))
+    ]
+    with pytest.raises(ConvertError, match="functions that cannot be inlined"):
+        read(model([helper.make_node("F", ["x"], ["y"], domain="local")], functions=functions))
+
+
+def test_functions_that_come_to_a_billion_nodes_are_refused_before_they_do():
+    imports = [helper.make_opsetid("", 18), helper.make_opsetid("local", 1)]
+    functions = [helper.make_function("local", "f0", ["a0"], ["b"], [helper.make_node("Neg", ["a0"], ["b"])], imports)]
+    for i in range(1, 10):
+        nodes = [helper.make_node(f"f{i - 1}", [f"a{j}"], [f"a{j + 1}"], domain="local") for j in range(10)]
+        functions.append(helper.make_function("local", f"f{i}", ["a0"], ["a10"], nodes, imports))
+    with pytest.raises(ConvertError, match="1000000000 nodes"):
+        read(model([helper.make_node("f9", ["x"], ["y"], domain="local")], functions=functions))
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "attrs"),
+    [("MeanVarianceNormalization", ["x"], {"axes": [1]}), ("CenterCropPad", ["x", "size"], {"axes": [0, 1]})],
+)
+def test_an_operator_with_a_body_in_its_schema_is_expanded_into_it(op, inputs, attrs):
+    assert ops.form(op, 18) is None, "choose an operator that is not declared"
+    size = numpy_helper.from_array(np.array([4, 2]), "size")
+    proto = model([helper.make_node(op, inputs, ["y"], **attrs)], initializers=[size])
+    typed = [helper.make_tensor_value_info("x", F32, [2, 3])]
+    del proto.graph.input[:]
+    proto.graph.input.extend(typed)
+    program = agrees(proto, x=X)
+    assert len(program.nodes) > 1
+
+
+def test_unsupported_operators_are_listed_at_once_with_a_node_each():
+    imports = [*toy.decoder().opset_import, helper.make_opsetid("com.acme", 1)]
+    proto = toy.decoder()
+    extra = [
+        helper.make_node("Frobnicate", ["x"], ["f1"], name="/model/frob"),
+        helper.make_node("Frobnicate", ["x"], ["f2"], name="/model/frob_2"),
+        helper.make_node("Blend", ["x"], ["f3"], domain="com.acme"),
+        helper.make_node("If", ["flag"], ["f4"], then_branch=branch([helper.make_node("Hidden", ["x"], ["h"])], "h"), else_branch=branch([], "x")),
+        helper.make_node("Nameless", ["x"], []),
+    ]  # fmt: skip
+    proto.graph.node.extend(extra)
+    proto.graph.initializer.append(numpy_helper.from_array(np.array(True), "flag"))
+    del proto.opset_import[:]
+    proto.opset_import.extend(imports)
+    with pytest.raises(ConvertError) as error:
+        read(proto)
+    for text in ("Frobnicate (2, such as '/model/frob')", "com.acme.Blend (1, such as 'f3')", "Hidden (1, such as 'h')", "Nameless (1,"):
+        assert text in error.value.found
+    assert error.value.do
+
+
+def test_names_of_ONNX_and_of_its_default_domain_are_one():
+    node = helper.make_node("Add", ["x", "x"], ["y"], domain="ai.onnx")
+    assert read(model([node])).nodes[0].op == "Add-7"
+
+
+def test_left_out_inputs_and_outputs_stay_so():
+    clip = helper.make_node("Clip", ["x", "", "high"], ["y"])
+    program = agrees(model([clip], initializers=[numpy_helper.from_array(np.array(1, np.float32), "high")]), x=X)
+    assert program.nodes[0].inputs == ("x", "", "high")
+    trailing = helper.make_node("Clip", ["x", "low", ""], ["y"])
+    program = agrees(model([trailing], initializers=[numpy_helper.from_array(np.array(0, np.float32), "low")]), x=X)
+    assert program.nodes[0].inputs == ("x", "low")
+
+
+def broken(change):
+    proto = model(
+        [helper.make_node("Neg", ["x"], ["h"], name="first"), helper.make_node("Add", ["h", "w"], ["y"], name="second")],
+        initializers=[numpy_helper.from_array(X, "w")],
+    )
+    change(proto.graph)
+    return proto
+
+
+WRONG = {
+    "a value that nothing gives": (lambda g: g.node[1].input.__setitem__(0, "nothing"), "the input 'nothing'"),
+    "nodes out of order": (lambda g: g.node.reverse() if hasattr(g.node, "reverse") else g.node.append(g.node.pop(0)), "the input 'h'"),
+    "an output that nothing gives": (lambda g: g.output.append(onnx.ValueInfoProto(name="z")), "the output 'z'"),
+    "a value given twice": (lambda g: g.node.append(helper.make_node("Abs", ["x"], ["h"])), "the value 'h' given twice"),
+    "a value given by input and node": (lambda g: g.node.append(helper.make_node("Abs", ["h"], ["x"])), "the value 'x' given twice"),
+    "an initialiser given twice": (lambda g: g.initializer.append(numpy_helper.from_array(X, "w")), "the value 'w' given twice"),
+    "an attribute of no type": (lambda g: g.node[0].attribute.append(onnx.AttributeProto(name="odd")), "the attribute 'odd'"),
+    "a list of graphs": (
+        lambda g: g.node[0].attribute.append(onnx.AttributeProto(name="odd", type=onnx.AttributeProto.GRAPHS)), "the attribute 'odd'"
+    ),
+    "an axis that no array has": (lambda g: g.initializer[0].dims.__setitem__(0, -2), "the tensor 'w'"),
+    "an axis without end": (lambda g: g.initializer[0].dims.__setitem__(0, 2**62), "the tensor 'w'"),
+    "axes without end": (lambda g: g.initializer[0].dims.extend([1] * 100), "the tensor 'w'"),
+    "too few elements": (lambda g: g.initializer[0].dims.__setitem__(0, 3), "24 bytes of data for the tensor 'w'"),
+    "no type": (lambda g: setattr(g.initializer[0], "data_type", 0), "the tensor 'w' of type 0"),
+    "an unknown type": (lambda g: setattr(g.initializer[0], "data_type", 99), "the tensor 'w' of type 99"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_graph_that_is_not_right_is_refused(what):
+    run(read(broken(lambda graph: None)), x=X)
+    change, found = WRONG[what]
+    with pytest.raises(ConvertError) as error:
+        read(broken(change))
+    assert found in error.value.found
+
+
+def test_sizes_that_no_axis_has_are_unknown():
+    proto = model([helper.make_node("Neg", ["x"], ["y"])], inputs=(("x", F32, [-1, 2**62, "n", None, 0, 7]),))
+    assert read(proto).inputs[0].shape == (None, None, "n", None, 0, 7)
+
+
+def test_large_integers_are_weights_and_small_ones_constants():
+    few, many = np.arange(4096), np.arange(4097)
+    nodes = [helper.make_node("Gather", ["x", "few"], ["a"], axis=1), helper.make_node("Gather", ["x", "many"], ["b"], axis=1)]
+    tensors = [numpy_helper.from_array(few, "few"), numpy_helper.from_array(many, "many"), numpy_helper.from_array(X[0], "w")]
+    program = read(model(nodes, initializers=tensors, outputs=("a", "b")))
+    assert set(program.constants) == {"few"}
+    assert set(program.arrays) == {"many", "w"}

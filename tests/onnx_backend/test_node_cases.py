@@ -1,0 +1,36 @@
+"""The node cases of the operators that decoders use; scripts/onnx_backend.py runs all of them."""
+
+import node_cases
+import pytest
+from exclusions import EXCLUDED, exclusion
+
+# onnx's modules of cases, named after the operators.
+MODULES = """
+add and_ argmax attention cast castlike causal_conv_with_state ceil clip concat constant constantofshape conv cos cumsum
+div dropout einsum equal erf exp expand eyelike flatten floor gather gatherelements gathernd gelu gemm greater
+greater_or_equal identity if_ isinf isnan layernormalization less less_or_equal linear_attention log logsoftmax loop matmul
+max mean min mod mul neg nonzero not_ onehot or_ pad pow rangeop reciprocal reducel2 reducemax reducemean reducemin
+reduceprod reducesum reducesumsquare relu reshape rmsnormalization rotaryembedding round scatterelements scatternd shape
+sigmoid sign sin size slice softmax softplus split sqrt squeeze sub sum swiglu swish tanh tensorscatter tile topk transpose
+trilu unsqueeze where xor
+""".split()
+
+CASES = {case.name: case for case in node_cases.load(MODULES)}
+
+
+def _parameters():
+    for name in CASES:
+        excluded = exclusion(name)
+        marks = [pytest.mark.xfail(raises=excluded.error, reason=excluded.reason, strict=True)] if excluded else []
+        yield pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", _parameters())
+def test_node_case(name, tmp_path):
+    node_cases.run(CASES[name], tmp_path)
+
+
+def test_exclusions_have_one_reason_each():
+    # Two rules for one case would hide which of them holds.
+    for name in CASES:
+        assert sum(bool(node_cases.re.fullmatch(one.pattern, name)) for one in EXCLUDED) <= 1, name

@@ -1,0 +1,56 @@
+"""Writes into buffers of keys and values against numpy, and what they cost."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_transmuter.ops.microsoft_buffers import known, written
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_rows_are_written_where_each_row_of_the_batch_starts(data):
+    batch, seq, length = (data.draw(st.integers(low, high)) for low, high in ((1, 3), (1, 4), (0, 9)))
+    capacity = data.draw(st.integers(max(length, seq), 12))
+    starts = [data.draw(st.integers(0, capacity - seq)) for _ in range(batch)]
+    rng = np.random.default_rng(batch + 7 * seq)
+    past, rows = rng.normal(size=(batch, 2, length, 3)), rng.normal(size=(batch, 2, seq, 3))
+    truth = np.zeros((batch, 2, capacity, 3), dtype=np.float32)
+    truth[:, :, :length] = past
+    for row, start in enumerate(starts):
+        truth[row, :, start : start + seq] = rows[row]
+    given_past = mx.array(past.astype(np.float32))
+    ours = written(given_past, mx.array(rows.astype(np.float32)), mx.array(starts, dtype=mx.int32), capacity)
+    if capacity > seq or length:  # else the rows are the whole buffer, wherever they start
+        np.testing.assert_array_equal(np.array(ours), truth)
+    np.testing.assert_array_equal(np.array(given_past), past.astype(np.float32))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_write_takes_no_memory_of_the_buffers_size(batch):
+    """One owner gives its buffer away: the new one is the old one's memory, whatever its length."""
+    held = [mx.zeros((batch, 2, 2**15, 16))]
+    rows, starts = mx.ones((batch, 2, 2, 16)), mx.array([5] * batch)
+    mx.eval(held, rows, starts)
+    size = held[0].nbytes
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    new = written(held.pop(), rows, starts, 2**15)
+    mx.eval(new)
+    assert mx.get_peak_memory() - before < size / 100
+    assert np.array(new[:, :, 4:8, 0]).tolist() == [[[0, 1, 1, 0]] * 2] * batch
+
+
+@pytest.mark.usefixtures("compiling")
+def test_a_number_is_known_where_it_is_no_value_of_the_step():
+    found = []
+
+    def step(number):
+        found.append((known(number, -1), known(mx.array(7), -1), known(None, -1)))
+        return number
+
+    mx.compile(step)(mx.array(5))
+    step(mx.array(5))
+    assert found == [(-1, 7, -1), (5, 7, -1)]
