@@ -119,7 +119,7 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
             wanted = prove.plain(_plain_module(graph, program, module), signature, case)
             _check_logits(wanted, signature.vocab, path)
             mode, errors = prove.best_mode(module, declared_mode(program, Signature.of(program)), case, wanted, limit)
-        except (ProgramError, ops.OperatorError):
+        except (ProgramError, SignatureError, ops.OperatorError):
             if not order:
                 raise  # the graph itself is at fault
             mode = None

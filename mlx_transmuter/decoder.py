@@ -56,6 +56,16 @@ class Decoder:
         mx.eval(module.parameters())  # a captured weight that was never evaluated would be computed anew at each call
 
     @property
+    def supports(self) -> frozenset[str]:
+        """What a run can do beside rows of their own lengths: "pages" and "forks" always, and "drafts".
+
+        Several guesses in one call need a graph whose attention was rewritten onto the index, and that gives logits of any
+        token; in another graph the order of the columns is the order of the tokens.
+        """
+        drafts = self.signature.index and self.signature.ends
+        return frozenset({"pages", "forks", "drafts"} if drafts else {"pages", "forks"})
+
+    @property
     def grows(self) -> bool:
         """Whether the rows of a run must have one length, since the graph takes its positions from it."""
         return self.mode == "grow" and not self.signature.index
@@ -126,6 +136,7 @@ class Run:
             slots=self.slots.slots,
         )
         self._pending: tuple[list[mx.array], mx.array, mx.array] | None = None
+        self._draft: list[int] | None = None
         self.copies = 0
         self.runs_ahead = False
 
@@ -183,6 +194,51 @@ class Run:
                     assert row is not None
                     self._move(self.slots.append(row, count))
         self.lengths = self.lengths + new
+
+    def draft(self, tokens: Any, sees: Any, depths: Any) -> mx.array:
+        """Lazy logits [rows, n, vocab] after each of n guesses of each row, in one call; `accept` then keeps some of them.
+
+        tokens: int32 [rows, n]. sees: bool [rows, n, n], whether guess i sees guess j: its ancestors and itself, for a tree.
+        depths: int32 [rows, n], how many guesses come before each; -1 for padding. Raises DecoderError for a decoder that
+        doesn't support drafts, a run without pages of one slot, or guesses past the row's last token.
+        """
+        decoder = self.decoder
+        if "drafts" not in decoder.supports:
+            raise DecoderError(
+                "a draft for a graph whose attention isn't over pools", "one that the conversion rewrote", "run plain steps"
+            )
+        if not self.paged or self.block != 1 or self._draft is not None:
+            raise DecoderError("a draft in this run", "pages of one slot, and the last draft accepted", "begin(paged=True)")
+        tokens, sees = (x if isinstance(x, mx.array) else mx.array(x) for x in (tokens, sees))
+        depths = np.asarray(depths, np.int32)
+        rows, seq = tokens.shape
+        last = self.lengths + depths.max(axis=1) + 1
+        if depths.shape != (rows, seq) or (last > self.total).any():
+            raise DecoderError(f"guesses up to {last.tolist()} tokens", f"at most {self.total.tolist()}")
+        context = bucket(int(self.lengths.max()))
+        table = mx.array(self._table(context))
+        self._draft = [self.slots.open()[0] for _ in range(rows)]
+        for sequence, depth in zip(self._draft, depths, strict=True):
+            self.slots.append(sequence, int((depth >= 0).sum()))
+        slots = self.slots.table(self._draft, seq)
+        places = np.where(depths >= 0, self.lengths[:, None] + depths, -1).astype(np.int32)
+        step = decoder.compiled(("draft", seq, context), lambda: _drafted(decoder, seq))
+        logits, pools = step(self.pools.take(), tokens, mx.array(places), table, mx.array(slots), sees, self.given)
+        self.pools.put(pools)
+        return logits
+
+    def accept(self, kept: Sequence[Sequence[int]]) -> None:
+        """Keeps the guesses `kept` of each row, a path from its first, as the row's next tokens, in the slots they have."""
+        if self._draft is None:
+            raise DecoderError("no draft", "a draft to accept guesses of")
+        for row, (sequence, path) in enumerate(zip(self._draft, kept, strict=True)):
+            own = self._rows[row]
+            if own is None:
+                self.slots.free(sequence)
+            else:
+                self.slots.adopt(own, sequence, path)
+        self._draft = None
+        self.lengths = self.lengths + np.array([len(path) for path in kept], np.int32)
 
     def fork(self, parents: Sequence[int]) -> None:
         """From now on row r continues after the tokens of row parents[r]: the rows share slots, and nothing moves.
@@ -248,31 +304,46 @@ class Run:
 
 def _pooled(decoder: Decoder, seq: int, context: int, block: int, paged: bool) -> Callable[..., Any]:
     """The step of a program over pools: (pools, tokens, lengths, counts, table, given, positions) → (logits, pools')."""
-    signature, module = decoder.signature, decoder.module
-    inputs = {value.name: value for value in module.program.inputs}
-    heads = signature.entries[0].heads
 
     def step(pools, tokens, lengths, counts, table, given, positions):
         rows = tokens.shape[0]
         place = lengths[:, None] + mx.arange(seq, dtype=mx.int32)
         pos = mx.where(mx.arange(seq, dtype=mx.int32) < counts[:, None], place, -1)
         index = CacheIndex.make(pos, table) if paged else CacheIndex.rows(block, [0] * rows).narrow(context).at(pos)
-        feed: dict[str, Any] = dict(given)
-        feed |= {signature.tokens: tokens, INDEX: index, LANES: index.heads(heads, block)}
-        if signature.positions:
-            feed[signature.positions] = _positions(decoder, place if positions is None else positions, rows, seq)
-        if signature.keep:
-            feed[signature.keep] = np.zeros([1] * len(inputs[signature.keep].shape or ()), np.int64)
         ends = mx.maximum(counts - 1, 0)
-        if signature.ends:
-            feed[ENDS] = ends
-        feed |= {entry.past: pool for entry, pool in zip(signature.entries, pools, strict=True)}
-        given_back = module(**feed)
-        logits = given_back[signature.logits]
-        logits = logits[:, 0] if signature.ends else _at(logits, ends)
-        return logits, [given_back[entry.present] for entry in signature.entries]
+        place = place if positions is None else positions
+        logits, pools = _over_pools(decoder, pools, tokens, index, block, ends[:, None], place, given)
+        return (logits[:, 0] if decoder.signature.ends else _at(logits, ends)), pools
 
     return step
+
+
+def _drafted(decoder: Decoder, seq: int) -> Callable[..., Any]:
+    """The step of a draft: (pools, tokens, places, table, slots, sees, given) → (logits [rows, seq, vocab], pools')."""
+
+    def step(pools, tokens, places, table, slots, sees, given):
+        index = CacheIndex.make(places, table).draft(slots, sees)
+        ends = mx.broadcast_to(mx.arange(seq, dtype=mx.int32), tokens.shape)
+        return _over_pools(decoder, pools, tokens, index, 1, ends, mx.maximum(places, 0), given)
+
+    return step
+
+
+def _over_pools(decoder, pools, tokens, index, block, ends, place, given):
+    """The program over the pools: the logits of the tokens `ends` [rows, k] (of all, where it can't choose), and the pools'."""
+    signature, module = decoder.signature, decoder.module
+    feed: dict[str, Any] = dict(given)
+    feed |= {signature.tokens: tokens, INDEX: index, LANES: index.heads(signature.entries[0].heads, block)}
+    if signature.positions:
+        feed[signature.positions] = _positions(decoder, place, *tokens.shape[:2])
+    if signature.keep:
+        rank = len(module.program.input(signature.keep).shape or ())
+        feed[signature.keep] = np.zeros([1] * rank, np.int64)
+    if signature.ends:
+        feed[ENDS] = ends
+    feed |= {entry.past: pool for entry, pool in zip(signature.entries, pools, strict=True)}
+    given_back = module(**feed)
+    return given_back[signature.logits], [given_back[entry.present] for entry in signature.entries]
 
 
 def _positions(decoder: Decoder, place: mx.array, rows: int, seq: int) -> mx.array:

@@ -18,7 +18,8 @@ _LARGEST = 2**24
 _PRESENTS = (("past_key_values", "present"), ("past_key_values", "present_key_values"), ("past", "present"))
 
 
-# Inputs of a program over pools: the index, the index over pools that keep heads apart, the last real token of each row.
+# Inputs of a program over pools: the index, the index over pools that keep heads apart, the tokens of
+# each row whose logits are wanted.
 INDEX, LANES, ENDS = "index", "lanes", "ends"
 
 
@@ -81,7 +82,7 @@ class Signature:
     tokens: input_ids or inputs_embeds. position_axes: 0 for position_ids [rows, seq], else the size of their first axis.
     keep: the input that says of how many last positions the graph gives logits (0: all).
     index: whether the program reads and writes pools, by an index; its pasts are then pools and its presents the new ones.
-    ends: whether it gives logits of the last real tokens alone, [rows, 1, vocab].
+    ends: whether it gives logits of the tokens that are asked for alone, [rows, k, vocab].
     vocab: the size of the vocabulary, the last axis of the logits.
     given: the other inputs, which a task gives (the outputs of an encoder).
     """

@@ -40,7 +40,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    makers = {name: exports.make for name in architectures.CONFIGS} | variants.VARIANTS
+    makers = dict.fromkeys(architectures.CONFIGS, exports.make) | variants.VARIANTS
     makers |= {f"sweep/{name}": sweep.make for name in architectures.CONFIGS}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="name", help=", ".join(makers))

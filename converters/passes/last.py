@@ -36,5 +36,5 @@ def last(graph: Graph) -> Iterator[Answer]:
             Node("mlx.last", (node.inputs[0], ENDS), (rows,)),
             Node(node.op, (rows, *node.inputs[1:]), node.outputs, node.attrs, node.name),
         ),
-        inputs=(Value(ENDS, "int32", ("batch_size",)),),
+        inputs=(Value(ENDS, "int32", ("batch_size", "ends")),),
     )

@@ -66,10 +66,10 @@ def mask(index: CacheIndex) -> mx.array:
             else mx.take_along_axis(seen, _inside(chosen, index.seq), axis=2) & _is_in(chosen, index)
         )
     if chosen is not None:
-        places = _stands(_inside(chosen, index.context), index._every)
+        places = stands(_inside(chosen, index.context), index._every)
         return _sees(places, tokens[:, :, None], window) & _is_in(chosen, index)
     if index._sees is None:
-        return _sees(_stands(mx.arange(index.context, dtype=mx.int32), index._every), tokens[:, :, None], window)
+        return _sees(stands(mx.arange(index.context, dtype=mx.int32), index._every), tokens[:, :, None], window)
     first = mx.where(tokens >= 0, tokens, INT32_MAX).min(axis=1)[:, None, None]
     places = mx.arange(index._read_table.shape[1], dtype=mx.int32)
     before = _sees(places, tokens[:, :, None], window) & (places < first)
@@ -112,7 +112,7 @@ def _sees(places: mx.array, tokens: mx.array, window: int | None) -> mx.array:
     return seen if window is None else seen & (places > tokens - min(window, INT32_MAX))
 
 
-def _stands(columns: mx.array, every: int) -> mx.array:
+def stands(columns: mx.array, every: int) -> mx.array:
     """The position each column stands at: its own, or the last one of its block."""
     return columns if every == 1 else columns * every + (every - 1)
 
@@ -138,6 +138,6 @@ def _closing(index: CacheIndex) -> tuple[mx.array, mx.array]:
 
     Lanes are padded on the left, so the token at position p is p tokens after the lane's first.
     """
-    blocks = _stands(mx.arange(index.context, dtype=mx.int32), index._every)
+    blocks = stands(mx.arange(index.context, dtype=mx.int32), index._every)
     token = blocks + (index.seq - 1 - index._at[:, -1:])
     return _inside(token, index.seq), token < index.seq

@@ -305,15 +305,15 @@ class CacheIndex:
 
     # Pools
 
-    def extend(self, values: Any, pool: Any) -> tuple[mx.array, mx.array]:
+    def extend(self, values: Any, pool: Any, *, zero: bool = True) -> tuple[mx.array, mx.array]:
         """(seen, pool'): values [batch, seq, ...] stored in pool [slots, ...], and what the tokens attend over.
 
         pool' differs from pool in the slots the tokens address alone. It takes pool's memory, at the cost of the
         call's tokens, when nobody else holds pool at evaluation: let `Pools` own it, and give each pool to one extend
         a step. seen, [batch, context, ...], is read from pool', zero in the columns that no token of the lane sees or
         that have no slot; under a selection [batch, seq, k, ...]; under a draft the table's columns, then values. On a
-        whole index pool' is pool and seen is values, or what every or select make of them. Raises CacheError for
-        values of another shape or dtype than the pool's.
+        whole index pool' is pool and seen is values, or what every or select make of them. zero=False is as in read.
+        Raises CacheError for values of another shape or dtype than the pool's.
         """
         values, pool = self._matching("CacheIndex.extend", values, pool)
         if self._table is None and self._columns is None and self._every == 1:
@@ -321,7 +321,7 @@ class CacheIndex:
         if self._table is None:
             return read_rows(values.reshape(self.batch * self.seq, *pool.shape[1:]), self._sources, self._live), pool
         pool = self._store(values, pool)
-        seen = self._read(pool)
+        seen = self._read(pool, zero)
         return (seen if self._slots is None else mx.concatenate([seen, values], axis=1)), pool
 
     def store(self, values: Any, pool: Any) -> mx.array:
@@ -345,6 +345,15 @@ class CacheIndex:
     def mask(self) -> mx.array:
         """Which columns of seen each token sees: bool [batch, seq, context], or [batch, seq, k] under a selection."""
         return self._mask
+
+    def stands(self) -> mx.array:
+        """The position at which each column stands, int32 [batch, context]: its own number, a block's last, or under a
+        draft the position of the call's token that it is. Raises CacheError on a whole index and under a selection."""
+        if self._table is None or self._columns is not None:
+            raise CacheError("CacheIndex.stands", repr(self), "an index over a table, without a selection")
+        own = see.stands(mx.arange(self._read_table.shape[1], dtype=mx.int32), self._every)
+        own = mx.broadcast_to(own, (self.batch, own.shape[0]))
+        return own if self._slots is None else mx.concatenate([own, self._at], axis=1)
 
     def visible(self) -> mx.array:
         """mask for mx.fast.scaled_dot_product_attention: bool [batch, 1, seq, context], or k in place of context."""

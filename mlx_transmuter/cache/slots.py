@@ -131,6 +131,25 @@ class Slots:
         self._release(of.blocks[keep:])
         del of.tokens[length:], of.blocks[keep:]
 
+    def adopt(self, sequence: int, other: int, places: Sequence[int]) -> None:
+        """Ends the sequence `other`; its tokens at `places` become the next tokens of `sequence`, in their slots.
+
+        So a path through a tree of guesses is kept and nothing is copied. Raises CacheError for blocks of more than one
+        slot, whose places in a sequence are fixed, for places outside `other` or twice, and for slots that others share.
+        """
+        to, of = self._of("adopt", sequence), self._of("adopt", other)
+        places = [integer("Slots.adopt: places", place, 0, len(of.tokens) - 1) for place in places]
+        if self.block != 1 or sequence == other or len(set(places)) != len(places):
+            found = f"blocks of {self.block} and places {places} of sequence {other}"
+            raise CacheError("Slots.adopt", found, "blocks of 1, and each place of another sequence once")
+        if any(self._uses[of.blocks[place]] > 1 for place in places):
+            raise CacheError("Slots.adopt", "slots that another sequence shares", "slots of the sequence alone")
+        to.tokens += [of.tokens[place] for place in places]
+        to.blocks += [of.blocks[place] for place in places]
+        kept = set(places)
+        self._release([block for place, block in enumerate(of.blocks) if place not in kept])
+        del self._sequences[other]
+
     def keep(self, sequence: int) -> None:
         """Lets other sequences find the full blocks of this one: call it once a step has stored their tokens."""
         of = self._of("keep", sequence)

@@ -10,6 +10,7 @@ from mlx_transmuter.generation.batch import Step
 from mlx_transmuter.generation.bits import from_bits, to_bits
 from mlx_transmuter.generation.context import Compiled, Context, compile, context
 from mlx_transmuter.generation.errors import GenerationError
+from mlx_transmuter.generation.inputs import prompt_inputs
 from mlx_transmuter.generation.loop import run
 from mlx_transmuter.generation.rows import Result, Token
 from mlx_transmuter.generation.settings import SETTINGS, Settings, max_new_tokens
@@ -30,6 +31,7 @@ __all__ = [
     "generate",
     "max_new_tokens",
     "outputs",
+    "prompt_inputs",
     "run",
     "to_bits",
 ]

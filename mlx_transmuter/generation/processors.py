@@ -134,7 +134,7 @@ def biases(setting: str, pairs: Sequence[tuple[tuple[int, ...], float]], vocab: 
 
 def bad_words(words: Sequence[tuple[int, ...]], eos: Sequence[int], vocab: int) -> Processor:
     """Removes each token that would complete one of words; an eos is never a bad word. NoBadWordsLogitsProcessor."""
-    kept = [word for word in words if len(word) > 1 or word[0] not in eos]
+    kept = [word for word in words if not (len(word) == 1 and word[0] in eos)]
     return biases("bad_words_ids", [(word, REMOVED) for word in kept], vocab)
 
 

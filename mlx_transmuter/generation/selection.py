@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter.generation.bits import QUIET_NAN
-from mlx_transmuter.generation.processors import Custom, custom_name, processors
+from mlx_transmuter.generation.processors import Custom, custom_name, processors, recent_tokens
 from mlx_transmuter.generation.settings import Settings
 from mlx_transmuter.generation.state import FIXED, State, first_state, inherited, moved
 from mlx_transmuter.generation.warpers import LOWEST, log_softmax
@@ -49,8 +49,7 @@ class Selection:
         """The state of rows of prompt tokens, and what of it stays fixed. keys: per row, or per prompt under beam
         search."""
         pairs = [*self.settings.sequence_bias, *((word, 0.0) for word in self.settings.bad_words_ids)]
-        recent = max((len(tokens) - 1 for tokens, _ in pairs), default=0)
-        state = first_state(self.reads, rows, sources, ends, keys, self.vocab, recent)
+        state = first_state(self.reads, rows, sources, ends, keys, self.vocab, recent_tokens(pairs))
         return {k: v for k, v in state.items() if k not in FIXED}, {k: v for k, v in state.items() if k in FIXED}
 
     def tokens(self, logits: mx.array, state: State, fixed: State) -> tuple[mx.array, State]:

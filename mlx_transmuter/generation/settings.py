@@ -29,7 +29,7 @@ class Setting:
     is an error unless its value is one of `harmless`. `note` says what the setting does, or what to do without it.
     `check` turns a value into the one that Settings holds. `off` is the meaning of null, and `default` the value when
     nobody gives one. `when_sampling`: transformers reads, and so checks, the value only under do_sample; else it is
-    off.
+    off. `golden`: goldens of transformers on every architecture hold it, and not only tests of its own.
     """
 
     status: Literal["supported", "neutral", "refused"]
@@ -39,13 +39,17 @@ class Setting:
     default: Any = None
     when_sampling: bool = False
     harmless: tuple[Any, ...] = (None,)
+    golden: bool = False
 
 
 _UNSET = object()
 
 
-def _supported(note: str, check: Check, off: Any = None, default: Any = _UNSET, when_sampling: bool = False) -> Setting:
-    return Setting("supported", note, check, off, off if default is _UNSET else default, when_sampling)
+def _supported(
+    note: str, check: Check, off: Any = None, default: Any = _UNSET, when_sampling: bool = False, golden: bool = True
+) -> Setting:
+    default = off if default is _UNSET else default
+    return Setting("supported", note, check, off, default, when_sampling, golden=golden)
 
 
 def _neutral(note: str) -> Setting:
@@ -64,12 +68,12 @@ SETTINGS: dict[str, Setting] = {
     # how many tokens
     "max_new_tokens": _supported("most new tokens of a row", checks.integer(1)),
     "max_length": _supported(
-        "most tokens of a row, its prompt counted; max_new_tokens goes before it", checks.integer(1)
+        "most tokens of a row, its prompt counted; max_new_tokens goes before it", checks.integer(1), golden=False
     ),
     "min_length": _supported("no eos while prompt and new tokens are fewer", checks.integer(0), 0),
     "min_new_tokens": _supported("no eos while the new tokens are fewer; replaces min_length", checks.integer(0)),
     "stop_strings": _supported(
-        "ends a row whose text comes to hold one; needs a task with a tokenizer", checks.strings, ()
+        "ends a row whose text comes to hold one; needs a task with a tokenizer", checks.strings, (), golden=False
     ),
     "eos_token_id": _supported("one id or a list: each ends a row", checks.ids, ()),
     # how a token is chosen
@@ -95,7 +99,9 @@ SETTINGS: dict[str, Setting] = {
     "bad_words_ids": _supported("token sequences that are never completed", checks.bad_words, ()),
     "forced_bos_token_id": _supported("the token after a prompt of one token", checks.integer(0)),
     "forced_eos_token_id": _supported("one id or a list: the last token before max_length", checks.ids, ()),
-    "remove_invalid_values": _supported("NaN becomes 0, infinite the largest finite value", checks.boolean, False),
+    "remove_invalid_values": _supported(
+        "NaN becomes 0, infinite the largest finite value", checks.boolean, False, golden=False
+    ),
     "exponential_decay_length_penalty": _supported("(start, factor): raises the eos ever more", checks.decay),
     "suppress_tokens": _supported("tokens that are never chosen", checks.any_ids, ()),
     "begin_suppress_tokens": _supported("tokens that are not chosen first", checks.any_ids, ()),
@@ -115,9 +121,9 @@ SETTINGS: dict[str, Setting] = {
     "renormalize_logits": _supported("log-softmax after all processors", checks.boolean, False),
     # special tokens that a task or the form of a result needs
     "bos_token_id": _supported(
-        "begins the decoder of an encoder-decoder without decoder_start_token_id", checks.first_id
+        "begins the decoder of an encoder-decoder without decoder_start_token_id", checks.first_id, golden=False
     ),
-    "decoder_start_token_id": _supported("begins the decoder of an encoder-decoder", checks.first_id),
+    "decoder_start_token_id": _supported("begins the decoder of an encoder-decoder", checks.first_id, golden=False),
     "pad_token_id": _neutral("rows come back without padding"),
     # names that change no token
     **dict.fromkeys(("use_cache", "cache_implementation", "cache_config", "return_legacy_cache"), _neutral(_ALIKE)),

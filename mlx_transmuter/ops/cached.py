@@ -24,10 +24,9 @@ def positions(index):
 def alibi(index, seen, *, slopes):
     """seen [rows, 1, seq, context] as an additive mask [rows, heads, seq, context] with a slope per head on the distance.
 
-    Press et al. 2022. The distance is that of positions: column minus the token's position.
+    Press et al. 2022. The distance is that of positions: the column's minus the token's.
     """
-    columns = mx.arange(index.context, dtype=mx.int32)
-    distance = (columns - index.positions()[:, :, None])[:, None].astype(mx.float32)
+    distance = (index.stands()[:, None] - index.positions()[:, :, None])[:, None].astype(mx.float32)
     bias = mx.array(slopes, mx.float32)[:, None, None] * distance
     # The lowest number, not -inf: the row of a padding token sees nothing, and must not become NaN.
     return mx.where(seen, bias, mx.array(mx.finfo(mx.float32).min, mx.float32))
@@ -46,11 +45,10 @@ def attention(q, k, v, keys, values, lanes, seen, *, scale: float, softcap: floa
     if q.ndim == 3:
         out, keys, values = attention(q.reshape(rows, -1, seq, dim), k, v, keys, values, lanes, seen, scale=scale, softcap=softcap)
         return out.reshape(q.shape[0], seq, -1), keys, values
-    keys = lanes.store(k.reshape(rows * kv, seq, dim), keys)
-    values = lanes.store(v.reshape(rows * kv, seq, v.shape[3]), values)
     # The pools of a run are its own and hold no NaN, so columns that nobody sees needn't be made zero.
-    k = lanes.read(keys, zero=False).reshape(rows, kv, -1, dim)
-    v = lanes.read(values, zero=False).reshape(rows, kv, -1, v.shape[3])
+    k, keys = lanes.extend(k.reshape(rows * kv, seq, dim), keys, zero=False)
+    v, values = lanes.extend(v.reshape(rows * kv, seq, v.shape[3]), values, zero=False)
+    k, v = k.reshape(rows, kv, -1, dim), v.reshape(rows, kv, -1, v.shape[2])
     if softcap:
         return _capped(q, k, v, seen, scale, softcap), keys, values
     if seen.dtype != mx.bool_:
@@ -73,6 +71,5 @@ def _capped(q, k, v, seen, scale: float, softcap: float):
 
 @op("mlx.last")
 def last(x, ends):
-    """x [rows, seq, dim] at the last real token of each row, ends int32 [rows]: [rows, 1, dim]."""
-    at = mx.broadcast_to(ends[:, None, None], (x.shape[0], 1, x.shape[2]))
-    return mx.take_along_axis(x, at, axis=1)
+    """x [rows, seq, dim] at the tokens ends, int32 [rows, k], of each row: [rows, k, dim]."""
+    return mx.take_along_axis(x, mx.broadcast_to(ends[:, :, None], (*ends.shape, x.shape[2])), axis=1)

@@ -212,6 +212,21 @@ def test_tokens_whose_hashes_collide_are_told_apart():
     assert slots.open([big, 1, 5, 6, 9])[1] == 4
 
 
+def test_blocks_after_a_forgotten_one_are_forgotten_with_it_and_may_be_kept_again():
+    """Their prefix can't be found any more, so neither can they, though a sequence still has them."""
+    slots = Slots(5)
+    second, _ = slots.open()  # opened before the first is kept: it has a block of its own for the token they share
+    first = prompt(slots, [1, 2])
+    slots.append(second, [1, 3])
+    slots.keep(second)
+    slots.free(first)
+    other, _ = slots.open()
+    slots.append(other, 3)  # takes the first's blocks, on whose first one the second's last was found
+    assert slots.open([1, 3, 0])[1] == 0
+    slots.keep(second)
+    assert slots.open([1, 3, 0])[1] == 2
+
+
 def test_a_kept_block_is_never_written():
     """Also not by the sequence it came from, alone in it, once that is trimmed into the block."""
     slots = Slots(16, 4)

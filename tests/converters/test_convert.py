@@ -51,7 +51,7 @@ def refused(source: Path, out: Path, match: str = "", error: type[BaseException]
     """The conversion ends in the error, and everything around the target is as it was."""
     around = out.parent
     before = (out.exists(), contents(around) if around.exists() else {})
-    with pytest.raises(error, match=match) as found:
+    with pytest.raises(error, match=match or None) as found:
         run(source, out)
     assert (out.exists(), contents(around) if around.exists() else {}) == before
     assert not around.exists() or not list(around.glob(".*"))
@@ -162,7 +162,7 @@ def rename(model, old, new):
 
 DECODERS = {
     "no logits": (without_logits, "the outputs present.0.key"),
-    "logits under another name": (lambda m: rename(m, "logits", "scores"), "the outputs present.0.key"),
+    "logits under another name": (lambda m: rename(m, "logits", "odds"), "the outputs present.0.key"),
     "a cache under another name": (lambda m: rename(m, "past_key_values.0.key", "memory.0.key"), "the inputs memory.0.key"),
     "a past without its present": (lambda m: rename(m, "present.0.key", "now.0.key"), "'past_key_values.0.key'"),
     "a present under another name": (lambda m: rename(m, "present.0.key", "present.1.key"), "'past_key_values.0.key'"),
@@ -390,7 +390,7 @@ def only(found):
 
 WRONG = {
     "numbers": only(lambda node: replace(node, inputs=node.inputs[:1], op="Identity-1")),
-    "a node that cannot run": only(lambda node: replace(node, inputs=(*node.inputs, *node.inputs))),
+    "a node that cannot run": only(lambda node: replace(node, inputs=node.inputs[:1] * 2)),
     "a value that nothing gives": only(lambda node: replace(node, inputs=("nothing", *node.inputs[1:]))),
     "no result": only(lambda node: replace(node, outputs=("elsewhere",))),
     "an operator that is none": only(lambda node: replace(node, op="mlx.nothing")),

@@ -135,7 +135,8 @@ def candidates(*scores: float, tokens: list[int]) -> tuple[list[int], list[int],
 
 @pytest.mark.parametrize(("early", "done"), [(True, True), (False, True), ("never", False)])
 def test_the_stop_rule_of_a_prompt(early, done):
-    """Texts of -1 and -1.5 end at once. The best beam has -4: no better now, but -0.44 by token if it got to 9 tokens."""
+    """Texts of -1 and -1.5 end at once. The best beam has -4: no better now, but -0.44 by token if it got to 9
+    tokens."""
     beams = Beams(checked({}, {"num_beams": 2, "eos_token_id": 0, "early_stopping": early}), 9)
     beams.step(*candidates(-1, -1.5, -4, -5, tokens=[0, 0, 1, 2]))
     assert beams.done is done

@@ -1,4 +1,4 @@
-"""Every processor against the plain loops, for random rows of a ragged batch and at the lengths where it begins and ends."""
+"""Every processor against the plain loops, for random rows of a ragged batch and at the lengths where it ends."""
 
 from __future__ import annotations
 

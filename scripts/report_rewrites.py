@@ -1,0 +1,41 @@
+"""Writes docs/rewrites.md: what each rewrite does to each model of the tests, and how far its logits are from the graph's."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import mlx.core as mx
+
+from converters.convert import convert
+from mlx_transmuter.model import load_folder
+
+ROOT = Path(__file__).parent.parent
+FIXTURES = ROOT / "tests" / "fixtures"
+HEAD = """# Rewrites, model by model
+
+Written by `scripts/report_rewrites.py` from the models of the tests (two or three layers each). *nodes*: read from the file, and
+left. *mode*: of the graph as it is. *error*: the largest difference of logits from the unrewritten graph's, relative to their
+spread: in that mode, and over pools. The other columns count what each rewrite made.
+
+"""
+
+
+def main() -> None:
+    mx.disable_compile()
+    rows, names = [], []
+    with tempfile.TemporaryDirectory() as temporary:
+        for source in sorted(path.parent for path in FIXTURES.glob("*/model.onnx")):
+            meta = load_folder(convert(source, "model.onnx", Path(temporary) / source.name, progress=False)).decoder.program.meta
+            names = [record["name"] for record in meta["rewrites"]]
+            mode, tried, nodes = meta["cache_mode"], meta["proof"]["tried"], meta["nodes"]
+            pools = f"{tried['pools']:.0e}" if "pools" in tried else "—"
+            counts = " | ".join(str(record["held"] or "") for record in meta["rewrites"])
+            rows.append(f"| {source.name} | {nodes['read']} → {nodes['kept']} | {mode} | {tried[mode]:.0e} | {pools} | {counts} |")
+    columns = ["model", "nodes", "mode", "error", "over pools", *names]
+    table = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *rows]
+    (ROOT / "docs" / "rewrites.md").write_text(HEAD + "\n".join(table) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Attention over pools, against attention written out in numpy over each row's own tokens."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_transmuter.cache import CacheIndex
+from mlx_transmuter.ops.cached import alibi, attention, last, positions, visible
+
+HEADS, KV, DIM = 4, 2, 8
+
+
+def plain(q, k, v, at, scale, window=0, softcap=0.0, slopes=None):
+    """The output [heads, dim] of one token at position `at` over k, v [kv, length, dim]."""
+    out = np.zeros((HEADS, DIM))
+    for head in range(HEADS):
+        keys, values = k[head // (HEADS // KV)], v[head // (HEADS // KV)]
+        scores = keys @ q[head] * scale
+        scores = np.tanh(scores / softcap) * softcap if softcap else scores
+        if slopes is not None:
+            scores = scores + slopes[head] * (np.arange(len(scores)) - at)
+        shown = np.arange(len(scores)) <= at
+        if window:
+            shown &= np.arange(len(scores)) > at - window
+        weights = np.where(shown, np.exp(scores - scores[shown].max()), 0)
+        out[head] = weights @ values / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
+    window = data.draw(st.sampled_from([0, 1, 3, 7]), label="window")
+    softcap = data.draw(st.sampled_from([0.0, 2.0]), label="softcap")
+    sloped = data.draw(st.booleans(), label="sloped")
+    parts = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4), label="parts")
+    rows = data.draw(st.integers(1, 3), label="rows")
+    counts = [[data.draw(st.integers(0, part)) for part in parts] for _ in range(rows)]
+    draw = np.random.default_rng(data.draw(st.integers(0, 2**16), label="seed"))
+    slopes = draw.uniform(-1, 0, HEADS).tolist() if sloped else None
+    capacity, block = 32, 4 if paged else 32
+    order = draw.permutation(rows * capacity // block) * block
+    table = (order.reshape(rows, -1, 1) + np.arange(block)).reshape(rows, capacity).astype(np.int32)
+    pools = [mx.zeros((KV * rows * capacity, DIM)) for _ in "kv"]
+    history = [(np.zeros((KV, 0, DIM)), np.zeros((KV, 0, DIM))) for _ in range(rows)]
+    lengths = np.zeros(rows, np.int32)
+    scale = 0.4
+    for step, part in enumerate(parts):
+        new = np.array([counts[row][step] for row in range(rows)])
+        q = draw.normal(size=(rows, HEADS, part, DIM)).astype(np.float32)
+        k, v = (draw.normal(size=(rows, KV, part, DIM)).astype(np.float32) for _ in "kv")
+        pos = np.where(np.arange(part) < new[:, None], lengths[:, None] + np.arange(part), -1).astype(np.int32)
+        index = CacheIndex.make(pos, table) if paged else CacheIndex.rows(capacity, [0] * rows).narrow(24).at(pos)
+        seen = visible(index, window=window)
+        if slopes is not None:
+            seen = alibi(index, seen, slopes=slopes)
+        out, *pools = attention(
+            mx.array(q), mx.array(k), mx.array(v), *pools, index.heads(KV, block), seen, scale=scale, softcap=softcap
+        )
+        out = np.array(out)
+        assert np.array_equal(np.array(positions(index)), np.maximum(pos, 0))
+        for row in range(rows):
+            held = [np.concatenate([old, x[row, :, : new[row]]], axis=1) for old, x in zip(history[row], (k, v), strict=True)]
+            history[row] = (held[0], held[1])
+            for i in range(new[row]):
+                at = int(lengths[row]) + i
+                want = plain(q[row, :, i], *history[row], at, scale, window, softcap, slopes)
+                np.testing.assert_allclose(out[row, :, i], want, rtol=2e-5, atol=2e-5)
+            assert np.isfinite(out[row]).all()  # a padding token's output is unspecified, but never NaN
+        lengths = lengths + new
+
+
+def test_queries_may_come_with_rows_and_heads_on_one_axis():
+    draw = np.random.default_rng(0)
+    q = mx.array(draw.normal(size=(2 * HEADS, 3, DIM)), mx.float32)
+    k, v = (mx.array(draw.normal(size=(2, KV, 3, DIM)), mx.float32) for _ in "kv")
+    index = CacheIndex.rows(4, [3, 3])
+    pools = [mx.zeros((KV * 8, DIM)) for _ in "kv"]
+    args = (k, v, *pools, index.heads(KV, 4), visible(index))
+    flat = attention(q, *args, scale=1.0)[0]
+    full = attention(q.reshape(2, HEADS, 3, DIM), *args, scale=1.0)[0]
+    assert flat.shape == (2 * HEADS, 3, DIM)
+    assert np.array_equal(np.array(flat), np.array(full).reshape(2 * HEADS, 3, DIM))
+
+
+def test_last_takes_the_tokens_that_ends_names():
+    x = mx.arange(2 * 3 * 2).reshape(2, 3, 2).astype(mx.float32)
+    assert np.array_equal(np.array(last(x, mx.array([[2], [0]]))), [[[4, 5]], [[6, 7]]])
+    assert np.array_equal(np.array(last(x, mx.array([[0, 2], [1, 1]]))), [[[0, 1], [4, 5]], [[8, 9], [8, 9]]])
