@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx.inliner
-from google.protobuf.message import DecodeError
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorShapeProto, ValueInfoProto, helper
 from tqdm import tqdm
 
@@ -68,7 +69,20 @@ def _parse(file: Path) -> ModelProto:
         ) from None
     if not model.graph.node or not model.opset_import:
         raise ConvertError(file, "a file without a graph", "an ONNX model", "download the file again, whole")
+    for text in _texts(model):
+        if isinstance(text, bytes):  # as protobuf gives text that is none
+            raise ConvertError(file, f"the name {text!r}", "names in UTF-8", "download the file again, whole")
     return model
+
+
+def _texts(message: Message) -> Iterator[str | bytes]:
+    """Every name and text field of the message and of those in it."""
+    for field, value in message.ListFields():
+        if field.type == FieldDescriptor.TYPE_STRING:
+            yield from [value] if isinstance(value, str | bytes) else value
+        elif field.type == FieldDescriptor.TYPE_MESSAGE:
+            for inner in [value] if isinstance(value, Message) else value:
+                yield from _texts(inner)
 
 
 def _nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:

@@ -139,7 +139,8 @@ class _Walk:
             if not name:
                 yield None
             else:
-                yield self.host(name, parameter) if host else self.device(name)
+                known = i in operator.known and isinstance(self.values[name], np.ndarray)
+                yield self.values[name] if known else self.host(name, parameter) if host else self.device(name)
 
     def host(self, name: str, parameter: str) -> np.ndarray:
         """The value as numpy. Raises OperatorError for one that is known only when the step runs."""

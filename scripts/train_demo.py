@@ -5,7 +5,7 @@ can be checked against the tables below. The same seed, library versions and pro
 `fixtures` extra, one core and about a quarter of an hour.
 
     python scripts/train_demo.py                             # train, export, check, write mlx_transmuter/demo
-    python scripts/train_demo.py --checkpoint /tmp/demo-hf   # keep the trained model there, or export it if it is there
+    python scripts/train_demo.py --checkpoint build/demo     # keep the trained model there, or export it if it is there
 """
 
 from __future__ import annotations
@@ -445,10 +445,14 @@ def choose(asked: list[tuple[str, Document]], found: list[float]) -> list[dict]:
     for (family, document), margin in zip(asked, found, strict=True):
         if margin >= MARGIN:
             sure[family].append(document)
+    more = {"addition": 5, "capitals": 5, "stories": 5, "chat: story": 2, "chat: memory": 2, "chat: full sentence": 2}
     out = []
     for family, members in sure.items():
-        wanted = 5 if family in ("addition", "capitals", "stories") else 1 if family.startswith("chat: ") else 3
-        for document in members[:1] + rng.sample(members[1:], min(wanted, len(members)) - 1):
+        if family.startswith("chat: ") and family not in more:
+            chosen = rng.sample(members, 1)
+        else:
+            chosen = members[:1] + rng.sample(members[1:], more.get(family, 3) - 1)
+        for document in chosen:
             if isinstance(document, tuple):
                 out.append({"prompt": document[0], "completion": document[1]})
             else:

@@ -49,7 +49,8 @@ class CacheIndex:
        Under a selection this holds for each chosen column. What is zeroed and what is masked follow from one window.
     7. Values vary, shapes do not: positions and tables are arrays, so one compiled step serves all of them.
 
-    Two methods go beyond: `narrow` reads only the first columns, and `heads` addresses pools that keep heads apart.
+    Three methods go beyond: `at` places other tokens in the same lanes, `narrow` reads only the first columns, and
+    `heads` addresses pools that keep heads apart. `store` and `read` are the two halves of `extend`.
     """
 
     _case: str  # "tabled", "whole" or "packed"

@@ -135,14 +135,15 @@ class Slots:
         """Ends the sequence `other`; its tokens at `places` become the next tokens of `sequence`, in their slots.
 
         So a path through a tree of guesses is kept and nothing is copied. Raises CacheError for blocks of more than one
-        slot, whose places in a sequence are fixed, for places outside `other` or twice, and for slots that others share.
+        slot, whose places in a sequence are fixed, for places outside `other` or twice, and for slots that others share
+        or may find.
         """
         to, of = self._of("adopt", sequence), self._of("adopt", other)
         places = [integer("Slots.adopt: places", place, 0, len(of.tokens) - 1) for place in places]
         if self.block != 1 or sequence == other or len(set(places)) != len(places):
             found = f"blocks of {self.block} and places {places} of sequence {other}"
             raise CacheError("Slots.adopt", found, "blocks of 1, and each place of another sequence once")
-        if any(self._uses[of.blocks[place]] > 1 for place in places):
+        if any(self._uses[block] > 1 or block in self._kept for block in map(of.blocks.__getitem__, places)):
             raise CacheError("Slots.adopt", "slots that another sequence shares", "slots of the sequence alone")
         to.tokens += [of.tokens[place] for place in places]
         to.blocks += [of.blocks[place] for place in places]

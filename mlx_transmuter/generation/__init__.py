@@ -1,5 +1,4 @@
-"""Generation, token for token as transformers 4.57.6: settings, processors, sampling, beam search, batches,
-log-probabilities."""
+"""Generation, token for token as transformers 4.57.6: settings, processors, sampling, beams and batches."""
 
 from __future__ import annotations
 

@@ -33,11 +33,11 @@ class Step(NamedTuple):
 
 
 class Batch:
-    """The checked prompts of a call, and its results. Raises GenerationError for what does not fit the compiled
-    context.
+    """The checked prompts of a call, and its results.
 
     sources: per prompt the tokens that the encoder_ settings read. limits: per prompt its most new tokens. inputs: the
     decoder's other inputs, one row per prompt. results, finished: one entry per text, filled in by the loop.
+    Raises GenerationError for what does not fit the compiled context.
     """
 
     def __init__(

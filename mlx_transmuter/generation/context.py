@@ -45,8 +45,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A context for batches of `batch_size` prompts. Prompt i has the rows i × width to i × width + width - 1 of the
-    decoder."""
+    """A context for batches of `batch_size` prompts, each of which has `settings.width` rows of the decoder."""
 
     context: Context
     batch_size: int
@@ -67,8 +66,7 @@ def context(
     prefill_step_size: int | None = None,
     **options: Any,
 ) -> Context:
-    """The context of generation for model, with the settings of its generation_config.json and, before them, of
-    options.
+    """The context of generation for model: the settings of its generation_config.json and, before them, of options.
 
     given: the names of the decoder's other inputs, which `generate` gets. processors: pairs (state, process) of a task;
     they come after the processors of the settings and before those of sampling. `state` takes a dict of one row, with
@@ -95,8 +93,7 @@ def context(
 
 
 def compile(ctx: Context, batch_size: int, *, decoder: Any = None) -> Compiled:
-    """ctx for batches of batch_size prompts, with the decoder's step functions and the choice of tokens compiled at
-    first use.
+    """ctx for batches of batch_size prompts. Steps and the choice of tokens are compiled at their first use.
 
     decoder: one that was made for batch_size × width rows of the same model, where the caller has it. Call this in the
     thread that generates: what MLX compiles belongs to a thread. Raises GenerationError for settings with ids outside

@@ -43,8 +43,8 @@ def prompt_inputs(model: Any, batch_size: int, length: int) -> tuple[dict[str, A
     if signature.ends:
         found[ENDS] = places
     if signature.index:
-        whole = CacheIndex.whole(batch_size, length)
-        found |= {INDEX: whole, LANES: whole}
+        heads = signature.entries[0].heads
+        found |= {INDEX: CacheIndex.whole(batch_size, length), LANES: CacheIndex.whole(batch_size * heads, length)}
     for entry in signature.entries:
         # A whole index neither reads nor writes the pools.
         shape = (entry.heads, entry.dim) if signature.index else entry.sizes(batch_size, 0)

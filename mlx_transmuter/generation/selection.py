@@ -13,9 +13,6 @@ from mlx_transmuter.generation.settings import Settings
 from mlx_transmuter.generation.state import FIXED, State, first_state, inherited, moved
 from mlx_transmuter.generation.warpers import LOWEST, log_softmax
 
-# The scores of a beam that only pads its prompt's rows at the start, as in `_beam_search`.
-NO_BEAM = -1e9
-
 
 class Selection:
     """The choice of tokens under one set of settings, for any number of rows.
@@ -46,18 +43,19 @@ class Selection:
         ends: Sequence[int],
         keys: Sequence[mx.array],
     ) -> tuple[State, State]:
-        """The state of rows of prompt tokens, and what of it stays fixed. keys: per row, or per prompt under beam
-        search."""
+        """The state of rows of prompt tokens, and the part of it that stays fixed.
+
+        sources: the tokens that the encoder_ settings read. ends: max_length. keys: per row, or per prompt of beams.
+        """
         pairs = [*self.settings.sequence_bias, *((word, 0.0) for word in self.settings.bad_words_ids)]
         state = first_state(self.reads, rows, sources, ends, keys, self.vocab, recent_tokens(pairs))
         return {k: v for k, v in state.items() if k not in FIXED}, {k: v for k, v in state.items() if k in FIXED}
 
     def tokens(self, logits: mx.array, state: State, fixed: State) -> tuple[mx.array, State]:
-        """The token of each row: int32 [rows, 1], or [rows, 2] with the bits of its log-probability; and the state
-        after it.
+        """The token of each row, and the state after it.
 
-        logits [rows, vocab] of any float type; fixed holds the fixed arrays and those that the host gives for this
-        token.
+        int32 [rows, 1], or [rows, 2] with the bits of the token's log-probability. logits: [rows, vocab] of any float
+        type. fixed: the fixed arrays and those that the host gives for this token.
         """
         return self._tokens(logits, state, fixed)
 
@@ -87,6 +85,7 @@ class Selection:
         return self._follow(state, parents, tokens)
 
     def processed(self, scores: mx.array, state: State, fixed: State) -> mx.array:
+        """scores float32 [rows, vocab] after all processors: what a token is chosen from."""
         everything = state | fixed
         for processor in self.processors:
             scores = processor.process(scores, everything)

@@ -1,5 +1,4 @@
-"""The settings of generation: the names of generation_config.json, what each does here, and one validated object of
-them.
+"""The settings of generation: the names of generation_config.json, what each does here, and one checked object.
 
 `SETTINGS` is the whole table. The defaults, the meaning of null and the ranges are those of `GenerationConfig` and of
 the logits processors of transformers 4.57.6.

@@ -5,7 +5,18 @@ import math
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.ops.registry import Host, OperatorError, op
+from mlx_transmuter.ops.registry import Host, Known, OperatorError, op
+from mlx_transmuter.ops.types import to_device
+
+
+def places(indices: mx.array | np.ndarray, size: int) -> mx.array:
+    """The indices into an axis of that size on the device. Of those known while a step is traced none may be out of range:
+    MLX reads anything there, or ends the process."""
+    if isinstance(indices, mx.array):
+        return indices
+    if indices.size and not -size <= indices.min() <= indices.max() < size:
+        raise OperatorError(f"indices from {indices.min()} to {indices.max()}", f"indices from {-size} to {size - 1}")
+    return to_device(indices)
 
 
 def _wrapped(indices: mx.array, size: int) -> mx.array:
@@ -13,29 +24,30 @@ def _wrapped(indices: mx.array, size: int) -> mx.array:
 
 
 @op("Gather-1")
-def gather(x, indices, *, axis=0):
+def gather(x, indices: Known, *, axis=0):
     """The parts of x at indices, integers [...], along `axis`, which [...] replaces. ONNX Gather-1, 11, 13."""
-    return mx.take(x, indices, axis=axis)
+    return mx.take(x, places(indices, x.shape[axis]), axis=axis)
 
 
 @op("GatherElements-11")
-def gather_elements(x, indices, *, axis=0):
+def gather_elements(x, indices: Known, *, axis=0):
     """x's element at the same place but for `axis`, where indices says it: as indices. ONNX GatherElements-11, 13."""
     axis = axis % x.ndim
+    indices = places(indices, x.shape[axis])
     x = x[tuple(slice(None) if i == axis else slice(n) for i, n in enumerate(indices.shape))]
     return mx.take_along_axis(x, indices, axis=axis)
 
 
-def _flat_indices(indices: mx.array, sizes: tuple[int, ...]) -> mx.array:
+def _flat_indices(indices: mx.array | np.ndarray, sizes: tuple[int, ...]) -> mx.array:
     """indices [..., k] into the first k of the axes `sizes`, as [...] into their product."""
     flat = mx.zeros(indices.shape[:-1], mx.int32)
     for i in range(indices.shape[-1]):
-        flat = flat * sizes[i] + _wrapped(indices[..., i].astype(mx.int32), sizes[i])
+        flat = flat * sizes[i] + _wrapped(places(indices[..., i], sizes[i]).astype(mx.int32), sizes[i])
     return flat
 
 
 @op("GatherND-11")
-def gather_nd(x, indices, *, batch_dims=0):
+def gather_nd(x, indices: Known, *, batch_dims=0):
     """The parts of x at indices [..., k], each naming a place in k axes after the batch_dims first.
 
     ONNX GatherND-11, 12, 13.
@@ -67,7 +79,7 @@ def _scatter(rows: mx.array, indices: mx.array, updates: mx.array, reduction: st
 
 
 @op("ScatterND-11")
-def scatter_nd(x, indices, updates, *, reduction="none"):
+def scatter_nd(x, indices: Known, updates, *, reduction="none"):
     """x with updates at indices [..., k], each naming a place in the first k axes. ONNX ScatterND-11, 13, 16, 18.
 
     updates [..., *the other axes of x]; reduction none, add, mul, max or min with what stands there.
@@ -81,7 +93,7 @@ def scatter_nd(x, indices, updates, *, reduction="none"):
 
 
 @op("ScatterElements-11")
-def scatter_elements(x, indices, updates, *, axis=0, reduction="none"):
+def scatter_elements(x, indices: Known, updates, *, axis=0, reduction="none"):
     """x with each of updates at its own place but for `axis`, where indices says it.
 
     ONNX ScatterElements-11, 13, 16, 18.
@@ -90,7 +102,7 @@ def scatter_elements(x, indices, updates, *, axis=0, reduction="none"):
         return x
     axis = axis % x.ndim
     strides = [math.prod(x.shape[i + 1 :]) for i in range(x.ndim)]
-    flat = _wrapped(indices.astype(mx.int32), x.shape[axis]) * strides[axis]
+    flat = _wrapped(places(indices, x.shape[axis]).astype(mx.int32), x.shape[axis]) * strides[axis]
     for i, n in enumerate(indices.shape):
         if i != axis:
             flat = flat + (mx.arange(n) * strides[i]).reshape([n if j == i else 1 for j in range(x.ndim)])
@@ -98,7 +110,7 @@ def scatter_elements(x, indices, updates, *, axis=0, reduction="none"):
 
 
 @op("Scatter-9")
-def scatter(x, indices, updates, *, axis=0):
+def scatter(x, indices: Known, updates, *, axis=0):
     """ScatterElements by its older name. ONNX Scatter-9."""
     return scatter_elements(x, indices, updates, axis=axis)
 

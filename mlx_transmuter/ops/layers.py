@@ -1,8 +1,10 @@
 """The `mlx.nn` layers that a program may name, so that MLX's own tools (`nn.quantize`, `tree_flatten`) find them."""
 
 import mlx.nn as nn
+import numpy as np
 
-from mlx_transmuter.ops.registry import Layer, OperatorError, op
+from mlx_transmuter.ops.gathering import places
+from mlx_transmuter.ops.registry import Known, Layer, OperatorError, op
 
 
 def layer(kind: str, **options) -> nn.Module:
@@ -30,9 +32,9 @@ def linear(x, projection: Layer):
 
 
 @op("mlx.embedding")
-def embedding(ids, table: Layer):
+def embedding(ids: Known, table: Layer):
     """The rows ids, int32 [...], of the table [rows, dim]: [..., dim]. Gather on axis 0 of a weight."""
-    return table(ids)
+    return table(places(ids, table.weight.shape[0]) if isinstance(ids, np.ndarray) else ids)
 
 
 @op("mlx.as_linear")

@@ -2,7 +2,8 @@
 
 Positional parameters are the ONNX inputs (a default of None marks an optional one, `*xs` a variadic one), keyword-only
 parameters the attributes with their ONNX defaults. An input annotated `Host` must be known while a step is traced and comes
-as a numpy array; one annotated `Layer` is an `mlx.nn` layer; any other comes as an `mx.array`. A keyword-only parameter
+as a numpy array; one annotated `Known` comes as a numpy array where it is known then; one annotated `Layer` is an `mlx.nn`
+layer; any other comes as an `mx.array`. A keyword-only parameter
 named `outputs` gets the number of outputs that the node asks for. A result that is a numpy array stays on the host.
 """
 
@@ -17,6 +18,10 @@ import numpy as np
 
 class Host(np.ndarray):
     """Annotation of an input whose value must be known while a step is traced; the function gets a numpy array."""
+
+
+class Known(np.ndarray):
+    """Annotation of an input that comes as a numpy array where it is known while a step is traced, else as an `mx.array`."""
 
 
 class Layer(nn.Module):
@@ -45,6 +50,7 @@ class Operator:
     variadic: bool
     host: frozenset[int]
     host_variadic: bool
+    known: frozenset[int]
     attributes: dict[str, Any]
     wants_outputs: bool
 
@@ -82,6 +88,7 @@ def op(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 bool(variadic),
                 frozenset(i for i, p in enumerate(inputs) if p.annotation is Host),
                 bool(variadic) and variadic[0].annotation is Host,
+                frozenset(i for i, p in enumerate(inputs) if p.annotation is Known),
                 keywords,
                 wants_outputs,
             )

@@ -60,6 +60,7 @@ def packs(rng: np.random.Generator) -> CacheIndex:
 FORMS = [a_table, a_window, a_selection, blocks, a_draft, runs_by_heads, packs]
 
 
+@pytest.mark.usefixtures("compiling")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_compiled_step_gives_what_an_eager_one_gives(form):
     """Values vary, shapes do not: one trace serves every index of one structure."""
@@ -88,6 +89,7 @@ def test_a_compiled_step_gives_what_an_eager_one_gives(form):
     assert len(traces) == 1
 
 
+@pytest.mark.usefixtures("compiling")
 def test_an_index_may_be_built_and_advanced_inside_a_step():
     """The constructor and the readings look at no value, so tracers will do."""
     rng = np.random.default_rng(5)

@@ -47,6 +47,7 @@ def blocks(slots: int, dropped: bool) -> CacheIndex:
     return CacheIndex.make(at, [[0, 1, 2, 3, 4]], every=[(4, [[slots - 1, 6]])]).every(4)
 
 
+@pytest.mark.usefixtures("compiling")
 @pytest.mark.parametrize("dropped", [False, True], ids=["kept", "all dropped"])
 @pytest.mark.parametrize("form", [rows, pages, shared_lanes, by_heads, draft, blocks])
 def test_a_compiled_step_needs_no_more_memory_for_more_slots(form, dropped: bool):
@@ -209,6 +210,7 @@ def test_put_takes_only_what_was_taken():
             pools.put(new)
 
 
+@pytest.mark.usefixtures("compiling")
 def test_running_ahead_does_not_copy():
     """evaluate(wait=False) returns early; the next one waits first, so no write meets an unfinished read."""
     index = CacheIndex.make([[1]], [[5, 3]])

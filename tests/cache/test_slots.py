@@ -95,6 +95,30 @@ class Model(RuleBasedStateMachine):
         self.slots.trim(sequence, length)
         del self.sequences[sequence][length:]
 
+    @precondition(lambda self: self.slots.block == 1 and len(self.sequences) > 1)
+    @rule(data=st.data())
+    def adopt(self, data):
+        """A draft: its tokens at the places are stored for the sequence they now continue."""
+        sequence, other = data.draw(st.permutations(sorted(self.sequences)))[:2]
+        tokens, slots = self.sequences[other], self.table(other)
+        places = data.draw(st.lists(st.integers(0, len(tokens) - 1), unique=True)) if tokens else []
+        taken = {slot for third in self.sequences if third != other for slot in self.table(third)}
+        findable = {slots[i] for i in places if any(tuple(tokens[: i + 1]) == prefix for prefix in self.kept)}
+        try:
+            self.slots.adopt(sequence, other, places)
+        except CacheError:
+            changed = False
+        else:
+            changed = True
+        assert changed or findable or any(slots[i] in taken for i in places)
+        if not changed:
+            return
+        assert not any(slots[i] in taken for i in places), "a slot two sequences have stays at its column"
+        for i in places:
+            self.sequences[sequence] = [*self.sequences[sequence], tokens[i]]
+            self.memory[slots[i]] = tuple(self.sequences[sequence])
+        del self.sequences[other]
+
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def keep(self, data):
@@ -225,6 +249,29 @@ def test_blocks_after_a_forgotten_one_are_forgotten_with_it_and_may_be_kept_agai
     assert slots.open([1, 3, 0])[1] == 0
     slots.keep(second)
     assert slots.open([1, 3, 0])[1] == 2
+
+
+def test_a_path_of_a_draft_is_adopted_in_its_slots():
+    """Blocks of one; the rest of the draft is free, and what others share or may find is refused."""
+    slots = Slots(8)
+    sequence, draft = slots.open()[0], slots.open()[0]
+    slots.append(sequence, [1, 2])
+    slots.append(draft, [3, 4, 5])
+    names = slots.table([draft], 3)[0].tolist()
+    slots.adopt(sequence, draft, [0, 2])
+    assert slots.table([sequence], 4)[0, 2:].tolist() == [names[0], names[2]]
+    assert (slots.length(sequence), slots.free_slots) == (4, 4)
+    with pytest.raises(CacheError, match="open one"):
+        slots.length(draft)
+    shared = slots.fork(sequence)
+    kept = prompt(slots, [9])
+    for other, places in ((shared, [0]), (kept, [0]), (sequence, [0]), (kept, [0, 0]), (kept, [1])):
+        with pytest.raises(CacheError, match=r"Slots\.adopt"):
+            slots.adopt(sequence, other, places)
+    wide = Slots(4, 2)
+    pair = wide.open()[0], wide.open()[0]
+    with pytest.raises(CacheError, match="blocks of 2"):
+        wide.adopt(*pair, [])
 
 
 def test_a_kept_block_is_never_written():

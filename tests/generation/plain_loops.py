@@ -26,8 +26,8 @@ def softmax(scores: Scores) -> Scores:
 
 
 def log_softmax(scores: Scores) -> Scores:
-    scores = scores.astype(np.float64)
-    return scores - np.logaddexp.reduce(scores)
+    below = scores.astype(np.float64) - scores.max()
+    return below - np.log(np.exp(below).sum())
 
 
 def processed(

@@ -1,0 +1,156 @@
+"""Times mlx-transmuter against mlx-lm and onnxruntime on one model, in interleaved rounds, and writes docs/benchmark.md.
+
+    python scripts/bench.py --make            # in an environment with the extra `fixtures`: makes the model
+    python scripts/bench.py                   # in one with the extra `bench`
+
+Each contender is a process of its own with its best settings; every round runs each case once in each of them, one after the
+other, so that a machine that slows down slows all. MLX's Linux wheel links a slow reference BLAS: --blas preloads another one
+for every contender alike (Debian's libopenblas0-pthread; set OPENBLAS_CORETYPE for it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).parent / "benching"), str(Path(__file__).parent.parent)]
+from contenders import CONTENDERS
+from models import SHAPES, convert, make
+
+CASES = [
+    *({"context": n, "batch": 1, "beams": 1} for n in (64, 512, 1024, 2048)),
+    *({"context": 64, "batch": n, "beams": 1} for n in (4, 16)),
+    {"context": 64, "batch": 1, "beams": 4},
+]
+
+
+class Worker:
+    """A contender's process."""
+
+    def __init__(self, name: str, root: Path, blas: str | None):
+        env = {**os.environ, **({"LD_PRELOAD": blas} if blas else {})}
+        path = Path(__file__).parent / "benching" / "worker.py"
+        self.process = subprocess.Popen(
+            [sys.executable, str(path), name, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
+        self.load = self._answer()["load"]
+
+    def run(self, case: dict, new: int) -> dict:
+        draw = np.random.default_rng(0)
+        prompts = draw.integers(100, case["vocab"], (case["batch"], case["context"])).tolist()
+        assert self.process.stdin is not None
+        print(json.dumps({"prompts": prompts, "new": new, "beams": case["beams"]}), file=self.process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> dict:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the contender ended: {self.process.args}")
+        return json.loads(line)
+
+
+def measure(names: list[str], root: Path, rounds: int, new: int, blas: str | None, vocab: int, cases: list[dict]) -> list[dict]:
+    """A row per case and contender: medians over the rounds, after one round that doesn't count."""
+    workers = {name: Worker(name, root, blas) for name in names}
+    rows = []
+    for case in cases:
+        answers: dict[str, list[dict]] = {name: [] for name in names}
+        for _ in range(rounds + 1):
+            for name, worker in workers.items():
+                answers[name].append(worker.run({**case, "vocab": vocab}, new))
+        for name, found in answers.items():
+            row = {**case, "contender": name, "load": workers[name].load}
+            if "none" not in found[0]:
+                counted = found[1:]
+                row |= {key: median(one[key] for one in counted) for key in ("first", "step", "whole")}
+                row |= {"peak": found[-1]["peak"], "shapes": found[-1]["shapes"], "tokens": found[-1]["tokens"]}
+            rows.append(row)
+            print(json.dumps({key: value for key, value in row.items() if key != "tokens"}), flush=True)
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    """The rows as Markdown; ratios are of medians, mlx-lm's time over the contender's (above 1 is faster)."""
+    lines = [
+        "| context | batch | beams | contender | first token s | prompt tok/s | decode tok/s | vs mlx-lm | peak GB | load s | shapes |",
+        "|" + "---|" * 11,
+    ]
+    for row in rows:
+        if "step" not in row:
+            continue
+        suffix = " q4" if row["contender"].endswith("q4") else ""
+        peer = next((r for r in rows if r["contender"] == f"mlx-lm{suffix}" and all(r[k] == row[k] for k in ("context", "batch", "beams"))), {})
+        ratio = f"{peer['step'] / row['step']:.2f}" if "step" in peer else "—"
+        lines.append(
+            f"| {row['context']} | {row['batch']} | {row['beams']} | {row['contender']} | {row['first']:.2f}"
+            f" | {row['batch'] * row['context'] / row['first']:.0f} | {row['batch'] / row['step']:.1f} | {ratio}"
+            f" | {row['peak'] / 1e9:.2f} | {row['load']:.2f} | {row['shapes'] or '—'} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name in dict.fromkeys(row["contender"] for row in rows):
+        points = [(row["context"], 1 / row["step"]) for row in rows if row["contender"] == name and row["batch"] == row["beams"] == 1]
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.set(xlabel="context, tokens", ylabel="decode, tokens/s", ylim=(0, None), title="batch 1")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def versions() -> str:
+    names = []
+    for name in ("mlx", "mlx-lm", "onnxruntime", "numpy"):
+        try:
+            names.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}; {', '.join(names)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
+    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "mlx_transmuter_bench")
+    parser.add_argument("--make", action="store_true", help="make the model and stop")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--contexts", type=int, nargs="+", help="only these contexts")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--new", type=int, default=32, help="new tokens a run")
+    parser.add_argument("--blas", help="a library to preload in every contender")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "docs")
+    args = parser.parse_args()
+    root = args.cache / args.shape
+    if args.make or not (root / "onnx-q4").exists():
+        make(args.shape, root)
+        if args.make:
+            return
+    convert(root)
+    cases = [case for case in CASES if not args.contexts or case["context"] in args.contexts]
+    rows = measure(args.contenders, root, args.rounds, args.new, args.blas, SHAPES[args.shape]["vocab_size"], cases)
+    blas = f", {Path(args.blas).name} preloaded in every contender" if args.blas else ""
+    head = f"# Benchmark\n\nWritten by `scripts/bench.py`: a Llama of the shape {args.shape}, random weights, {args.new} new tokens, medians of"
+    head += f" {args.rounds} interleaved rounds. {versions()}{blas}.\n\n"
+    (args.out / "benchmark.md").write_text(head + table(rows) + "\n\n![decode speed over the context](benchmark.svg)\n")
+    plot(rows, args.out / "benchmark.svg")
+
+
+if __name__ == "__main__":
+    main()
