@@ -6,6 +6,7 @@ import errno
 import math
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,16 @@ from mlx_transmuter.program import FORMAT, Program, ProgramError
 from mlx_transmuter.signature import INDEX, Mode, Signature, SignatureError, declared_mode, outputs
 from mlx_transmuter.tokenizer import Tokenizer
 
+
 def convert(source: Path, file: str, out: Path, *, progress: bool = True, base_model: str | None = None) -> Path:
     """Converts the ONNX decoder `file` of the folder `source` into the folder `out`, and gives `out`.
 
-    `out` is replaced if it is a converted folder, and must be absent or empty otherwise. Until the converted module has been
-    proved against the graph, everything lies in a temporary folder beside `out`; whatever ends a conversion, an error or
-    Ctrl-C, leaves `out` as it was. base_model: the repository that the source is, for the card.
+    `out` is replaced if it is a converted folder, and must be absent or empty otherwise. Until the converted module has
+    been proved against the graph, everything lies in a temporary folder beside `out`; whatever ends a conversion, an
+    error or Ctrl-C, leaves `out` as it was. base_model: the repository that the source is, for the card.
 
-    Raises ConvertError for a file that cannot be converted, for a module that disagrees with the graph, for a full disk.
+    Raises ConvertError for a file that cannot be converted, for a module that disagrees with the graph, for a full
+    disk.
     """
     source, out = Path(source), Path(out)
     path = source / file
@@ -56,7 +59,9 @@ def convert(source: Path, file: str, out: Path, *, progress: bool = True, base_m
         raise ConvertError(problem.where, problem.found, problem.expected, problem.do) from problem
     except OSError as problem:
         if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ConvertError(out, "a full disk", "room for the converted model", "free some and convert again") from None
+            raise ConvertError(
+                out, "a full disk", "room for the converted model", "free some and convert again"
+            ) from None
         found = f"{problem.strerror or problem} ({problem.filename or path})"
         raise ConvertError(out, found, "files that can be read and a folder that can be written") from problem
     except (MemoryError, RuntimeError) as problem:  # a RuntimeError is what MLX raises where it gets no memory or disk
@@ -101,7 +106,10 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
         raise ConvertError(path, problem.found, problem.expected, problem.do) from None
     if signature.given:
         raise ConvertError(
-            path, f"the inputs {', '.join(signature.given)}", "tokens, mask, positions and cache", "convert a causal decoder"
+            path,
+            f"the inputs {', '.join(signature.given)}",
+            "tokens, mask, positions and cache",
+            "convert a causal decoder",
         )
     _check_weights(graph, path)
     _copy_companions(source, path, folder)
@@ -110,8 +118,8 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
     lengths = _proof_lengths(config)
     case = prove.Case.random(signature.vocab, lengths)
     limit = _tolerance(graph)
-    order = IN_GRAPH
-    while True:
+    mode, errors = None, {}
+    for order in _orders():
         try:
             program, records = rewrite(graph, order)
             _save_weights(folder, program, progress)
@@ -119,20 +127,17 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
             wanted = prove.plain(_plain_module(graph, program, module), signature, case)
             _check_logits(wanted, signature.vocab, path)
             mode, errors = prove.best_mode(module, declared_mode(program, Signature.of(program)), case, wanted, limit)
-        except (ProgramError, SignatureError, ops.OperatorError):
+        except (ProgramError, ops.OperatorError):
             if not order:
                 raise  # the graph itself is at fault
-            mode = None
         if mode is not None:
             break
-        if not order:
-            raise ConvertError(
-                path, f"a module that disagrees with its graph ({errors})", f"logits within {limit:g} of their spread",
-                "report the model: its conversion is wrong and was thrown away",
-            )  # fmt: skip
-        # The last rewrite goes first: it builds on those before it.
-        order = order[:-1]
-    records += [_dropped(one) for one in IN_GRAPH[len(order) :]]
+    else:
+        raise ConvertError(
+            path, f"a module that disagrees with its graph ({errors})", f"logits within {limit:g} of their spread",
+            "report the model: its conversion is wrong and was thrown away",
+        )  # fmt: skip
+    records += [_dropped(one) for one in IN_GRAPH if one not in order]
     # The mode is that of the graph as it is; over pools it runs faster, where that holds.
     pooled, more = rewrite(program, OVER_POOLS)
     if pooled.input(INDEX) is not None:
@@ -164,7 +169,8 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
 
 
 def _copy_companions(source: Path, path: Path, folder: Path) -> None:
-    """Copies what a converted folder keeps of its source: configuration, tokenizer and templates, nothing that holds code.
+    """Copies what a converted folder keeps of its source: configuration, tokenizer and templates, nothing that holds
+    code.
 
     A file beside the graph comes before one at the source's root.
     """
@@ -177,11 +183,24 @@ def _copy_companions(source: Path, path: Path, folder: Path) -> None:
             shutil.copyfile(template, folder / TEMPLATES / template.name)
 
 
+def _orders() -> Iterator[tuple[Rewrite, ...]]:
+    """The rewrites to try: all; without one, a late one first; then fewer and fewer, since each builds on those before
+    it.
+    """
+    yield IN_GRAPH
+    for one in reversed(IN_GRAPH):
+        yield tuple(other for other in IN_GRAPH if other is not one)
+    for count in range(len(IN_GRAPH) - 2, -1, -1):
+        yield IN_GRAPH[:count]
+
+
 def _dropped(one: Rewrite) -> Record:
     return Record(one.__name__, 0, {"the module disagreed with the graph": 1})
 
 
-def _error_over_pools(module: Module, pooled: Program, mode: Mode, case: prove.Case, wanted: list[list[np.ndarray]]) -> float:
+def _error_over_pools(
+    module: Module, pooled: Program, mode: Mode, case: prove.Case, wanted: list[list[np.ndarray]]
+) -> float:
     """The error of the program over pools, on the arrays that `module` holds; infinite where it cannot run."""
     arrays = module.weights()
     try:
@@ -192,14 +211,17 @@ def _error_over_pools(module: Module, pooled: Program, mode: Mode, case: prove.C
 
 
 def _check_weights(graph: Program, path: Path) -> None:
-    """Raises ConvertError for a weight of a type that MLX lacks, or of a size that this machine cannot hold."""
-    for name, tensor in graph.arrays.items():
+    """Raises ConvertError for a weight or an input of a type that MLX lacks, or a weight that this machine cannot hold.
+    """
+    given = [(f"the weight {name!r}", tensor.dtype, tensor.size) for name, tensor in graph.arrays.items()]
+    given += [(f"the input {value.name!r}", value.dtype, 0) for value in graph.inputs]
+    for what, dtype, size in given:
         try:
-            size = ops.device_dtype(tensor.dtype).size * tensor.size
+            count = ops.device_dtype(dtype).size * size
         except ValueError as problem:
-            raise ConvertError(path, f"the weight {name!r}: {problem}", "a type that MLX has") from None
-        if size > LARGEST:
-            raise ConvertError(path, f"the weight {name!r} of {size} bytes", f"at most {LARGEST}, half of the memory here")
+            raise ConvertError(path, f"{what}: {problem}", "a type that MLX has") from None
+        if count > LARGEST:
+            raise ConvertError(path, f"{what} of {count} bytes", f"at most {LARGEST}, half of the memory here")
 
 
 def _check_logits(wanted: list[list[np.ndarray]], vocab: int, path: Path) -> None:
@@ -251,7 +273,9 @@ def _array(tensor: Tensor) -> mx.array:
 def _save_weights(folder: Path, program: Program, progress: bool) -> None:
     for old in folder.glob("model*.safetensors*"):
         old.unlink()
-    with tqdm(total=len(program.arrays), desc="converting", unit="weight", disable=None if progress else True, leave=False) as bar:
+    with tqdm(
+        total=len(program.arrays), desc="converting", unit="weight", disable=None if progress else True, leave=False
+    ) as bar:
 
         def item(name: str, tensor: Tensor):
             def read_() -> mx.array:
@@ -277,5 +301,3 @@ def _plain_module(graph: Program, program: Program, module: Module) -> Module:
         return _array(tensor)
 
     return Module(replace(graph), {name: array(tensor) for name, tensor in graph.arrays.items()})
-
-

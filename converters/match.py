@@ -14,7 +14,8 @@ from mlx_transmuter.program import Node, Program, Value, Weight
 
 @dataclass(frozen=True)
 class Become:
-    """The node `root` becomes `nodes`, which give all its outputs that are read; with new layers, weights and constants.
+    """The node `root` becomes `nodes`, which give all its outputs that are read; with new layers, weights and
+    constants.
 
     aliases: outputs of `root` that from now on are another value.
     """
@@ -42,7 +43,9 @@ Rewrite = Callable[["Graph"], Iterator[Answer]]
 
 @dataclass
 class Record:
-    """What a rewrite did: its name, how many nodes it replaced, and why it declined others (a reason once, with a count)."""
+    """What a rewrite did: its name, how many nodes it replaced, and why it declined others (a reason once, with a
+    count).
+    """
 
     name: str
     held: int
@@ -155,6 +158,7 @@ def _named(nodes: list[Node], aliases: dict[str, str], outputs: list[str]) -> li
         elif source is not None:
             copies.append(Node("Identity-1", (names.get(source, source),), (output,)))
     renamed = [
-        replace(node, outputs=tuple(names.get(name, name) for name in node.outputs)) if names else node for node in nodes
+        replace(node, outputs=tuple(names.get(name, name) for name in node.outputs)) if names else node
+        for node in nodes
     ]
     return [_aliased(node, names) for node in renamed] + copies

@@ -1,7 +1,8 @@
 """Names of weights: those of the exporter's scopes, so that a person and MLX's tools find them.
 
-An exporter keeps a weight's name (`model.norm.weight`) unless it folded something into it (`onnx::MatMul_733`); then the node
-that reads it still stands in its scope (`/model/layers.0/self_attn/q_proj/MatMul`), and the weight takes its name from there.
+An exporter keeps a weight's name (`model.norm.weight`) unless it folded something into it (`onnx::MatMul_733`); then
+the node that reads it still stands in its scope (`/model/layers.0/self_attn/q_proj/MatMul`), and the weight takes its
+name from there.
 """
 
 from __future__ import annotations
@@ -37,13 +38,18 @@ _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)+")
 
 
 def name_weights(program: Program) -> Program:
-    """The program with every weight renamed to a dotted path that no other value has and that is no part of another's."""
+    """The program with every weight renamed to a dotted path that no other value has and that is no part of another's.
+    """
     readers: dict[str, tuple[Node, int]] = {}
     for node in program.all_nodes():
         for i, name in enumerate(node.inputs):
             if name in program.weights:
                 readers.setdefault(name, (node, i))
-    taken = {value.name for value in program.inputs} | set(program.constants) | {n for x in program.all_nodes() for n in x.outputs}
+    taken = (
+        {value.name for value in program.inputs}
+        | set(program.constants)
+        | {n for x in program.all_nodes() for n in x.outputs}
+    )
     prefixes: set[str] = set()
     names: dict[str, str] = {}
     # Names that are good already come first, so that a derived one never takes their place.
@@ -69,7 +75,9 @@ def _unique(name: str, *taken: set[str]) -> str:
 
 
 def _clean(name: str) -> str:
-    """`name` as a dotted path: parts of letters, digits, _ and -, none empty, none that starts with _ (MLX hides these)."""
+    """`name` as a dotted path: parts of letters, digits, _ and -, none empty, none that starts with _ (MLX hides
+    these).
+    """
     parts = [re.sub(r"[^A-Za-z0-9_-]+", "_", part).strip("_") for part in re.split(r"[./]+", name)]
     return ".".join(part for part in parts if part) or "weight"
 
@@ -77,13 +85,17 @@ def _clean(name: str) -> str:
 def _derived(node: Node, index: int) -> str:
     kind = node.op.rpartition("-")[0].rpartition(".")[2]
     role = _ROLES.get((kind, index)) or _ROLES.get((kind, None)) or ("weight" if kind in _WEIGHT else kind.lower())
-    scope = _clean(node.name.rpartition("/")[0]) if "/" in node.name else _clean(node.name) if node.name else kind.lower()
+    scope = (
+        _clean(node.name.rpartition("/")[0]) if "/" in node.name else _clean(node.name) if node.name else kind.lower()
+    )
     return f"{scope}.{role}"
 
 
 def _renamed(program: Program, names: dict[str, str]) -> Program:
     def node(old: Node) -> Node:
-        attrs = {key: _renamed(value, names) if isinstance(value, Program) else value for key, value in old.attrs.items()}
+        attrs = {
+            key: _renamed(value, names) if isinstance(value, Program) else value for key, value in old.attrs.items()
+        }
         return replace(old, inputs=tuple(names.get(name, name) for name in old.inputs), attrs=attrs)
 
     return replace(

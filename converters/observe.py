@@ -1,9 +1,10 @@
-"""Observation: what the values of a decoder are over several sizes of a step, found by walking it without computing anything.
+"""Observation: what the values of a decoder are over several sizes of a step, found by walking it without computing
+anything.
 
-A shape or an axis that a graph computes in ten nodes is one value on the host. Seen over steps of different sizes it shows
-whether it is a constant, and a reshape whether it changes anything. Nothing on the device is evaluated and no weight is read,
-so an observation costs some milliseconds a layer. What rewrites conclude from it the proof of the conversion tests again, on
-other sizes.
+A shape or an axis that a graph computes in ten nodes is one value on the host. Seen over steps of different sizes it
+shows whether it is a constant, and a reshape whether it changes anything. Nothing on the device is evaluated and no
+weight is read, so an observation costs some milliseconds a layer. What rewrites conclude from it the proof of the
+conversion tests again, on other sizes.
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ TRIALS = ((2, 7, 3), (1, 96, 5), (3, 21, 1), (5, 0, 11))
 
 @dataclass(frozen=True)
 class Observation:
-    """signature: of the program seen. seen: for each trial, its values by name: numpy arrays, or unevaluated `mx.array`s."""
+    """signature: of the program seen. seen: for each trial, its values by name: numpy arrays, or unevaluated
+    `mx.array`s.
+    """
 
     signature: Signature
     seen: tuple[dict[str, Any], ...]
 
     @staticmethod
     def of(program: Program) -> Observation | None:
-        """The observation of a decoder; None for a program that is none, that takes other inputs, or that cannot be walked."""
+        """The observation of a decoder; None for a program that is none, that takes other inputs, or that cannot be
+        walked.
+        """
         try:
             signature = Signature.of(program)
         except SignatureError:
@@ -42,7 +47,9 @@ class Observation:
         zeros = {name: mx.zeros(w.shape, ops.device_dtype(w.dtype)) for name, w in program.weights.items()}
         module = Module(program, zeros)
         try:
-            return Observation(signature, tuple(values_of(module, **step(program, signature, *trial)) for trial in TRIALS))
+            return Observation(
+                signature, tuple(values_of(module, **step(program, signature, *trial)) for trial in TRIALS)
+            )
         except ops.OperatorError:
             return None
 
@@ -52,7 +59,9 @@ class Observation:
         if not isinstance(first, np.ndarray):
             return None
         same = all(
-            isinstance(value := one.get(name), np.ndarray) and value.dtype == first.dtype and np.array_equal(value, first)
+            isinstance(value := one.get(name), np.ndarray)
+            and value.dtype == first.dtype
+            and np.array_equal(value, first)
             for one in self.seen[1:]
         )
         return first if same else None

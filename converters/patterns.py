@@ -1,7 +1,7 @@
 """Patterns: small trees of operators that a value may be the result of, and what they bind.
 
-`Op("Mul", X, Op("Sqrt", Y))` matches a product of something with a root. Add and Mul match in either order; a Var that stands
-twice must be the same value both times. `find` gives the names bound, or None.
+`Op("Mul", X, Op("Sqrt", Y))` matches a product of something with a root. Add and Mul match in either order; a Var that
+stands twice must be the same value both times. `find` gives the names bound, or None.
 """
 
 from __future__ import annotations
@@ -90,7 +90,11 @@ def _match(graph: Graph, value: str, pattern: Pattern, bound: Bindings) -> Itera
                 yield bound | {name: value}
         case Scalar(name, wanted):
             constant = graph.constant(value)
-            if constant is not None and constant.size == 1 and (wanted is None or np.isclose(float(constant.item()), wanted)):
+            if (
+                constant is not None
+                and constant.size == 1
+                and (wanted is None or np.isclose(float(constant.item()), wanted))
+            ):
                 yield bound | ({name: value} if name else {})
         case Or(patterns):
             for one in patterns:
@@ -112,7 +116,9 @@ def _match(graph: Graph, value: str, pattern: Pattern, bound: Bindings) -> Itera
                 yield from _match_all(graph, order, inputs, bound)
 
 
-def _match_all(graph: Graph, values: tuple[str, ...], patterns: tuple[Pattern, ...], bound: Bindings) -> Iterator[Bindings]:
+def _match_all(
+    graph: Graph, values: tuple[str, ...], patterns: tuple[Pattern, ...], bound: Bindings
+) -> Iterator[Bindings]:
     if not patterns:
         yield bound
         return

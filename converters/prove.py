@@ -14,8 +14,9 @@ from mlx_transmuter.module import Module
 from mlx_transmuter.signature import Mode, Signature
 
 STEPS = 2
-# How far logits may differ, relative to their spread, by the type that the graph computes in. The rewrites keep the graph's
-# arithmetic up to its order of summation; two orders of a sum differ by some 1e-6 of it in float32 and 1e-2 in half types.
+# How far logits may differ, relative to their spread, by the type that the graph computes in. The rewrites keep the
+# graph's arithmetic up to its order of summation; two orders of a sum differ by some 1e-6 of it in float32 and 1e-2 in
+# half types.
 TOLERANCES = {"float32": 1e-4, "float16": 3e-2, "bfloat16": 1e-1}
 
 
@@ -66,7 +67,8 @@ def _plain_row(module: Module, signature: Signature, parts: list[list[int]]) -> 
         cache = {e.past: given[e.present] for e in signature.entries}
         length += len(part)
         mx.eval(given)
-        found.append(ops.to_host(given[signature.logits][0, -1]))
+        logits = given[signature.logits]
+        found.append(ops.to_host(logits[0, -1] if logits.ndim == 3 and logits.size else logits))
     return found
 
 
@@ -80,7 +82,10 @@ def run(module: Module, mode: Mode, case: Case) -> list[list[np.ndarray]]:
         lengths = [len(case.prompts[r]) if r in group else 0 for r in range(decoder.rows)]
         at = [0] * decoder.rows
         while any(at[r] < len(rows[r]) for r in group):
-            left = [(lengths[r] if at[r] < lengths[r] else at[r] + 1) - at[r] if r in group else 0 for r in range(decoder.rows)]
+            left = [
+                (lengths[r] if at[r] < lengths[r] else at[r] + 1) - at[r] if r in group else 0
+                for r in range(decoder.rows)
+            ]
             prompting = max((lengths[r] - at[r] for r in group), default=0)
             left = [n if (at[r] < lengths[r]) == (prompting > 0) else 0 for r, n in enumerate(left)]
             seq = 1 << (max(left).bit_length() - 1)
@@ -110,12 +115,17 @@ def error(found: list[list[np.ndarray]], wanted: list[list[np.ndarray]]) -> floa
 
 
 def modes(declared: Mode) -> tuple[Mode, ...]:
-    """The modes to try, the fastest first. A graph that counts its positions from the mask runs over a buffer undeclared."""
+    """The modes to try, the fastest first. A graph that counts its positions from the mask runs over a buffer
+    undeclared.
+    """
     return ("in_place", "grow") if declared == "in_place" else ("append", "grow")
 
 
-def best_mode(module: Module, declared: Mode, case: Case, wanted: list[list[np.ndarray]], limit: float) -> tuple[Mode | None, dict]:
-    """The first mode whose logits agree with the wanted ones within `limit`, and the error of each mode that was tried."""
+def best_mode(
+    module: Module, declared: Mode, case: Case, wanted: list[list[np.ndarray]], limit: float
+) -> tuple[Mode | None, dict]:
+    """The first mode whose logits agree with the wanted ones within `limit`, and the error of each mode that was tried.
+    """
     errors: dict[str, float | str] = {}
     for mode in modes(declared):
         try:

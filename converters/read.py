@@ -31,9 +31,10 @@ MAX_NODES = 2**20
 def read(source: Path | ModelProto, *, progress: bool = False) -> Program:
     """The Program of an ONNX file (or of a ModelProto, whose external data is then looked for in the working folder).
 
-    `arrays` of the result has the weights, read when used. Functions local to the model are inlined, and an operator that is
-    not declared but whose ONNX schema has a function body is expanded into it. Raises ConvertError for a file that is not a
-    whole ONNX model, for data outside its folder, and, in one list, for every operator that is not supported.
+    `arrays` of the result has the weights, read when used. Functions local to the model are inlined, and an operator
+    that is not declared but whose ONNX schema has a function body is expanded into it. Raises ConvertError for a file
+    that is not a whole ONNX model, for data outside its folder, and, in one list, for every operator that is not
+    supported.
     """
     file = Path("model") if isinstance(source, ModelProto) else Path(source)
     model = source if isinstance(source, ModelProto) else _parse(file)
@@ -65,7 +66,10 @@ def _parse(file: Path) -> ModelProto:
         model = onnx.load_model(str(file), load_external_data=False)
     except (DecodeError, ValueError, UnicodeDecodeError, RuntimeError) as error:
         raise ConvertError(
-            file, f"{file.stat().st_size} bytes that are no ONNX model ({error})", "a whole ONNX file", "download it again, whole"
+            file,
+            f"{file.stat().st_size} bytes that are no ONNX model ({error})",
+            "a whole ONNX file",
+            "download it again, whole",
         ) from None
     if not model.graph.node or not model.opset_import:
         raise ConvertError(file, "a file without a graph", "an ONNX model", "download the file again, whole")
@@ -145,8 +149,8 @@ def _expanded(nodes: Iterable[NodeProto], functions: dict, sizes: dict[tuple[str
 def _ordered(nodes: Sequence[NodeProto]) -> list[NodeProto]:
     """The nodes such that each comes after those whose outputs it reads, else in the order of the file.
 
-    ONNX asks for that order, and onnxruntime, whose float16 converter breaks it, does without. Nodes on a cycle come last,
-    where reading them fails.
+    ONNX asks for that order, and onnxruntime, whose float16 converter breaks it, does without. Nodes on a cycle come
+    last, where reading them fails.
     """
     givers = {name: i for i, node in enumerate(nodes) for name in node.output if name}
     before = [{givers[name] for name in _reads(node) if name in givers} - {i} for i, node in enumerate(nodes)]
@@ -206,7 +210,9 @@ class _Reader:
     def name(self, name: str, scope: ChainMap[str, str]) -> str:
         """A name that no other value of the file has, for `name` given in `scope`: branches may use a name again."""
         if name in scope.maps[0]:
-            raise ConvertError(self.file, f"the value {name!r} given twice", "each value given once", "export the model again")
+            raise ConvertError(
+                self.file, f"the value {name!r} given twice", "each value given once", "export the model again"
+            )
         unique, i = name, 1
         while scope.parents and unique in self.taken:
             i += 1
@@ -260,7 +266,10 @@ class _Reader:
         for name in proto.input:
             if name and name not in scope:
                 raise ConvertError(
-                    self.file, f"the input {name!r}", "a value given before it is read", node=f"{proto.op_type} {proto.name!r}"
+                    self.file,
+                    f"the input {name!r}",
+                    "a value given before it is read",
+                    node=f"{proto.op_type} {proto.name!r}",
                 )
         attrs = {a.name: self.attribute(a, proto, scope) for a in proto.attribute}
         kind, form = _kind(proto, self.opsets)
@@ -272,7 +281,11 @@ class _Reader:
             inputs = inputs[:-1]
         outputs = tuple(self.name(name, scope) if name else "" for name in proto.output)
         attrs = {name: value for name, value in attrs.items() if value is not None}
-        return [Node(form, inputs, outputs, attrs, proto.name)]
+        node, operator = Node(form, inputs, outputs, attrs, proto.name), ops.OPERATORS[form]
+        if len(inputs) < operator.required or (len(inputs) > len(operator.inputs) and not operator.variadic):
+            expected = f"the inputs {', '.join(operator.inputs)}"
+            raise ConvertError(self.file, f"{len(inputs)} inputs", expected, "export the model again", str(node))
+        return [node]
 
     def constant(self, proto: NodeProto, attrs: dict[str, Any], scope: ChainMap[str, str]) -> list[Node]:
         if len(attrs) != 1 or len(proto.output) != 1:
@@ -283,7 +296,9 @@ class _Reader:
         if not isinstance(value, Tensor):
             dtype = {"f": np.float32, "i": np.int64}.get(kind.removeprefix("value_")[0])
             array = np.array(value, dtype)
-            value = Tensor({"f": "float32", "i": "int64"}.get(kind.removeprefix("value_")[0], "string"), array.shape, lambda: array)
+            value = Tensor(
+                {"f": "float32", "i": "int64"}.get(kind.removeprefix("value_")[0], "string"), array.shape, lambda: array
+            )
         self.give(name, value)
         return []
 
@@ -312,7 +327,9 @@ class _Reader:
             case kinds.TYPE_PROTO:
                 return None
         raise ConvertError(
-            self.file, f"the attribute {proto.name!r} of type {proto.type}", "numbers, text, tensors or graphs",
+            self.file,
+            f"the attribute {proto.name!r} of type {proto.type}",
+            "numbers, text, tensors or graphs",
             node=f"{node.op_type} {node.name!r}",
         )
 

@@ -1,4 +1,6 @@
-"""Tensors of an ONNX file: their sizes are checked before anything is read, and their data is read only when it is used."""
+"""Tensors of an ONNX file: their sizes are checked before anything is read, and their data is read only when it is
+used.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,12 @@ MAX_RANK = 32
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor whose data is read when asked for, so that a conversion holds one weight more than the file, not all twice.
+    """A tensor whose data is read when asked for, so that a conversion holds one weight more than the file, not all
+    twice.
 
-    dtype: the ONNX type's name. shape: its shape. read: gives the data as a numpy array of that shape (bfloat16 and the like
-    as ml_dtypes has them; 4-bit integers one a byte). turned: the tensor whose transpose this one is, if it was made so.
+    dtype: the ONNX type's name. shape: its shape. read: gives the data as a numpy array of that shape (bfloat16 and the
+    like as ml_dtypes has them; 4-bit integers one a byte). turned: the tensor whose transpose this one is, if it was
+    made so.
     """
 
     dtype: str
@@ -56,11 +60,15 @@ class Tensor:
 
 
 def tensor(proto: TensorProto, file: Path, name: str | None = None) -> Tensor:
-    """The Tensor of a TensorProto in `file`, external data included. Raises ConvertError for data that is not there whole."""
+    """The Tensor of a TensorProto in `file`, external data included. Raises ConvertError for data that is not there
+    whole.
+    """
     name = name or proto.name
     dtype = NAMES.get(proto.data_type)
     if dtype is None:
-        raise ConvertError(file, f"the tensor {name!r} of type {proto.data_type}", f"one of {', '.join(NAMES.values())}")
+        raise ConvertError(
+            file, f"the tensor {name!r} of type {proto.data_type}", f"one of {', '.join(NAMES.values())}"
+        )
     shape = _shape(proto.dims, file, name)
     if proto.data_location == TensorProto.EXTERNAL:
         return _external(proto, file, name, dtype, shape)
@@ -71,7 +79,9 @@ def tensor(proto: TensorProto, file: Path, name: str | None = None) -> Tensor:
                 file, f"{len(proto.raw_data)} bytes of data for the tensor {name!r}", f"{math.ceil(wanted)} bytes"
             )
     elif (count := _typed_count(proto, dtype)) != math.prod(shape):
-        raise ConvertError(file, f"{count} elements for the tensor {name!r} of shape {list(shape)}", f"{math.prod(shape)}")
+        raise ConvertError(
+            file, f"{count} elements for the tensor {name!r} of shape {list(shape)}", f"{math.prod(shape)}"
+        )
     return Tensor(dtype, shape, lambda: _array(proto))
 
 
@@ -101,7 +111,9 @@ def _typed_count(proto: TensorProto, dtype: str) -> int:
 
 def _array(proto: TensorProto) -> np.ndarray:
     if proto.data_type == TensorProto.STRING:
-        return np.array([text.decode("utf-8", "replace") for text in proto.string_data], np.str_).reshape(tuple(proto.dims))
+        return np.array([text.decode("utf-8", "replace") for text in proto.string_data], np.str_).reshape(
+            tuple(proto.dims)
+        )
     array = numpy_helper.to_array(proto)
     if array.dtype.name in ("int4", "uint4", "int2", "uint2"):
         return array.astype(np.uint8 if array.dtype.name.startswith("u") else np.int8)
@@ -117,7 +129,9 @@ def _external(proto: TensorProto, file: Path, name: str, dtype: str, shape: tupl
         wanted = math.ceil(math.prod(shape) * BITS[dtype] / 8)
         length = int(entries.get("length") or wanted)
     except (ValueError, KeyError):
-        raise ConvertError(file, f"external data {entries!r} of the tensor {name!r}", "a location, an offset, a length") from None
+        raise ConvertError(
+            file, f"external data {entries!r} of the tensor {name!r}", "a location, an offset, a length"
+        ) from None
     size = path.stat().st_size
     if length != wanted or offset < 0 or offset + length > size:
         raise ConvertError(
@@ -132,7 +146,11 @@ def _external(proto: TensorProto, file: Path, name: str, dtype: str, shape: tupl
             data = b""
         else:
             data = np.memmap(path, np.uint8, "r", offset, wanted)
-        plain = np.dtype(dtype) if dtype in ("float16", "float32", "float64", "bool") or "int" in dtype and BITS[dtype] >= 8 else None
+        plain = (
+            np.dtype(dtype)
+            if dtype in ("float16", "float32", "float64", "bool") or "int" in dtype and BITS[dtype] >= 8
+            else None
+        )
         if plain is not None:
             return np.frombuffer(data, plain).reshape(shape)
         return _array(TensorProto(data_type=proto.data_type, dims=shape, raw_data=bytes(data)))
@@ -147,10 +165,20 @@ def locate(location: str, file: Path, name: str) -> Path:
     repository's own `blobs`: `models--x/snapshots/<commit>/…` to `models--x/blobs/<hash>`.
     """
     wrong = ConvertError(
-        file, f"external data at {location!r} for the tensor {name!r}", "a file beside the model", "do not trust this model"
+        file,
+        f"external data at {location!r} for the tensor {name!r}",
+        "a file beside the model",
+        "do not trust this model",
     )
     parts = Path(location).parts
-    if not location or "\0" in location or Path(location).is_absolute() or ".." in parts or ":" in location or "\\" in location:
+    if (
+        not location
+        or "\0" in location
+        or Path(location).is_absolute()
+        or ".." in parts
+        or ":" in location
+        or "\\" in location
+    ):
         raise wrong
     folder = Path(os.path.realpath(file.parent))
     real = Path(os.path.realpath(folder / location))
@@ -191,7 +219,9 @@ def sparse(proto: onnx.SparseTensorProto, file: Path) -> Tensor:
                 raise ValueError(f"indices from {places.min()} to {places.max()}")
             dense.reshape(-1)[places] = data
         except (ValueError, IndexError, TypeError) as problem:
-            raise ConvertError(file, f"the sparse tensor {name!r} ({problem})", "an index inside it for each value") from None
+            raise ConvertError(
+                file, f"the sparse tensor {name!r} ({problem})", "an index inside it for each value"
+            ) from None
         return dense
 
     return Tensor(values.dtype, shape, read)

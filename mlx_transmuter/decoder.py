@@ -1,8 +1,8 @@
 """The Decoder: step functions of one decoder, compiled once per shape, and the Runs that own its pools.
 
-A run keeps the keys and values of its rows in pools. A step reads what its rows have so far, runs the graph, and keeps the new
-keys and values; they are written into the pools at the beginning of the next step, so that each pool is written once and read
-only after the write, which MLX then does in place.
+A run keeps the keys and values of its rows in pools. A step reads what its rows have so far, runs the graph, and keeps
+the new keys and values; they are written into the pools at the beginning of the next step, so that each pool is written
+once and read only after the write, which MLX then does in place.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def bucket(length: int) -> int:
 class Decoder:
     """The compiled step functions of `module` for batches of `rows` rows.
 
-    mode: the cache mode, by default the one that the conversion found. max_positions: the most tokens of a row, by default
-    what the model's configuration said. Raises SignatureError for a module that is no decoder.
+    mode: the cache mode, by default the one that the conversion found. max_positions: the most tokens of a row, by
+    default what the model's configuration said. Raises SignatureError for a module that is no decoder.
     """
 
     def __init__(self, module: Module, rows: int, *, mode: Mode | None = None, max_positions: int | None = None):
@@ -59,8 +59,8 @@ class Decoder:
     def supports(self) -> frozenset[str]:
         """What a run can do beside rows of their own lengths: "pages" and "forks" always, and "drafts".
 
-        Several guesses in one call need a graph whose attention was rewritten onto the index, and that gives logits of any
-        token; in another graph the order of the columns is the order of the tokens.
+        Several guesses in one call need a graph whose attention was rewritten onto the index, and that gives logits of
+        any token; in another graph the order of the columns is the order of the tokens.
         """
         drafts = self.signature.index and self.signature.ends
         return frozenset({"pages", "forks", "drafts"} if drafts else {"pages", "forks"})
@@ -86,9 +86,10 @@ class Decoder:
     ) -> Run:
         """A run without tokens.
 
-        total: the most tokens that each row will hold, 0 for a padding row. inputs: arrays of the graph's other inputs (an
-        encoder's outputs), one row for each row. paged: slots are handed out in pages of `block`, so that rows can fork;
-        otherwise each row has one run of slots. Raises DecoderError for a wrong number of rows or an input that lacks.
+        total: the most tokens that each row will hold, 0 for a padding row. inputs: arrays of the graph's other inputs
+        (an encoder's outputs), one row for each row. paged: slots are handed out in pages of `block`, so that rows can
+        fork; otherwise each row has one run of slots. Raises DecoderError for a wrong number of rows or an input that
+        lacks.
         """
         if len(total) != self.rows:
             raise DecoderError(f"{len(total)} rows", f"{self.rows}")
@@ -132,8 +133,8 @@ class Run:
         self._rows: list[int | None] = [self.slots.open()[0] if size else None for size in total]
         entries = decoder.signature.entries
         self.pools = Pools(
-            [mx.zeros((e.heads * self.slots.slots, e.dim), ops.device_dtype(e.dtype)) for e in entries],
-            slots=self.slots.slots,
+            # The last row is spare: what padding would store goes there, and nothing reads it.
+            [mx.zeros((e.heads * self.slots.slots + 1, e.dim), ops.device_dtype(e.dtype)) for e in entries]
         )
         self._pending: tuple[list[mx.array], mx.array, mx.array] | None = None
         self._draft: list[int] | None = None
@@ -144,8 +145,9 @@ class Run:
         """Lazy logits [rows, vocab] at the last real token of each row.
 
         tokens: int32 [rows, seq], or float embeddings [rows, seq, dim]; the first counts[r] of row r are real, the rest
-        padding. A row without a real token has unspecified logits. positions: int32 [rows, seq] or [axes, rows, seq], by
-        default each token's index in its row. Raises DecoderError for a row that would hold more tokens than it said.
+        padding. A row without a real token has unspecified logits. positions: int32 [rows, seq] or [axes, rows, seq],
+        by default each token's index in its row. Raises DecoderError for a row that would hold more tokens than it
+        said.
         """
         decoder = self.decoder
         tokens = tokens if isinstance(tokens, mx.array) else mx.array(tokens)
@@ -196,19 +198,24 @@ class Run:
         self.lengths = self.lengths + new
 
     def draft(self, tokens: Any, sees: Any, depths: Any) -> mx.array:
-        """Lazy logits [rows, n, vocab] after each of n guesses of each row, in one call; `accept` then keeps some of them.
+        """Lazy logits [rows, n, vocab] after each of n guesses of each row, in one call; `accept` then keeps some of
+        them.
 
-        tokens: int32 [rows, n]. sees: bool [rows, n, n], whether guess i sees guess j: its ancestors and itself, for a tree.
-        depths: int32 [rows, n], how many guesses come before each; -1 for padding. Raises DecoderError for a decoder that
-        doesn't support drafts, a run without pages of one slot, or guesses past the row's last token.
+        tokens: int32 [rows, n]. sees: bool [rows, n, n], whether guess i sees guess j: its ancestors and itself, for a
+        tree. depths: int32 [rows, n], how many guesses come before each; -1 for padding. Raises DecoderError for a
+        decoder that doesn't support drafts, a run without pages of one slot, or guesses past the row's last token.
         """
         decoder = self.decoder
         if "drafts" not in decoder.supports:
             raise DecoderError(
-                "a draft for a graph whose attention isn't over pools", "one that the conversion rewrote", "run plain steps"
+                "a draft for a graph whose attention isn't over pools",
+                "one that the conversion rewrote",
+                "run plain steps",
             )
         if not self.paged or self.block != 1 or self._draft is not None:
-            raise DecoderError("a draft in this run", "pages of one slot, and the last draft accepted", "begin(paged=True)")
+            raise DecoderError(
+                "a draft in this run", "pages of one slot, and the last draft accepted", "begin(paged=True)"
+            )
         tokens, sees = (x if isinstance(x, mx.array) else mx.array(x) for x in (tokens, sees))
         depths = np.asarray(depths, np.int32)
         rows, seq = tokens.shape
@@ -228,7 +235,9 @@ class Run:
         return logits
 
     def accept(self, kept: Sequence[Sequence[int]]) -> None:
-        """Keeps the guesses `kept` of each row, a path from its first, as the row's next tokens, in the slots they have."""
+        """Keeps the guesses `kept` of each row, a path from its first, as the row's next tokens, in the slots they
+        have.
+        """
         if self._draft is None:
             raise DecoderError("no draft", "a draft to accept guesses of")
         for row, (sequence, path) in enumerate(zip(self._draft, kept, strict=True)):
@@ -243,10 +252,13 @@ class Run:
     def fork(self, parents: Sequence[int]) -> None:
         """From now on row r continues after the tokens of row parents[r]: the rows share slots, and nothing moves.
 
-        In pages of several slots, the last one, partly filled, is copied when a row writes on; `copies` counts its slots.
+        In pages of several slots, the last one, partly filled, is copied when a row writes on; `copies` counts its
+        slots.
         """
         if not self.paged:
-            raise DecoderError("a fork of rows that are one run of slots each", "pages", "begin the run with paged=True")
+            raise DecoderError(
+                "a fork of rows that are one run of slots each", "pages", "begin the run with paged=True"
+            )
         self._write_pending()
         forked = [self._forked(parent) for parent in parents]
         for row in self._rows:
@@ -286,7 +298,9 @@ class Run:
         old, new = (np.array(side, np.int32) for side in zip(*copies, strict=True))
         heads = {entry.heads for entry in self.decoder.signature.entries}
         if len(heads) > 1:
-            raise DecoderError(f"pools of {sorted(heads)} heads", "one number of heads where pages are copied", "use block=1")
+            raise DecoderError(
+                f"pools of {sorted(heads)} heads", "one number of heads where pages are copied", "use block=1"
+            )
         # In a pool a page of each head follows the other (CacheIndex.heads).
         head = np.arange(n := heads.pop(), dtype=np.int32)[:, None]
         old, new = ((side // self.block * n + head) * self.block + side % self.block for side in (old, new))
@@ -303,7 +317,8 @@ class Run:
 
 
 def _pooled(decoder: Decoder, seq: int, context: int, block: int, paged: bool) -> Callable[..., Any]:
-    """The step of a program over pools: (pools, tokens, lengths, counts, table, given, positions) → (logits, pools')."""
+    """The step of a program over pools: (pools, tokens, lengths, counts, table, given, positions) → (logits, pools').
+    """
 
     def step(pools, tokens, lengths, counts, table, given, positions):
         rows = tokens.shape[0]
@@ -330,10 +345,16 @@ def _drafted(decoder: Decoder, seq: int) -> Callable[..., Any]:
 
 
 def _over_pools(decoder, pools, tokens, index, block, ends, place, given):
-    """The program over the pools: the logits of the tokens `ends` [rows, k] (of all, where it can't choose), and the pools'."""
+    """The program over the pools: the logits of the tokens `ends` [rows, k] (of all, where it can't choose), and the
+    pools'.
+    """
     signature, module = decoder.signature, decoder.module
     feed: dict[str, Any] = dict(given)
-    feed |= {signature.tokens: tokens, INDEX: index, LANES: index.heads(signature.entries[0].heads, block)}
+    feed |= {
+        signature.tokens: tokens,
+        INDEX: index,
+        LANES: index.heads(signature.entries[0].heads, block).spare(pools[0].shape[0] - 1),
+    }
     if signature.positions:
         feed[signature.positions] = _positions(decoder, place, *tokens.shape[:2])
     if signature.keep:
@@ -361,7 +382,8 @@ def _at(logits: mx.array, ends: mx.array) -> mx.array:
 
 
 def _step(decoder: Decoder, mode: Callable[..., Any], seq: int, context: int, block: int) -> Callable[..., Any]:
-    """The step as a pure function of arrays: (pools, tokens, lengths, counts, table, given, positions) → (logits, news).
+    """The step as a pure function of arrays: (pools, tokens, lengths, counts, table, given, positions) → (logits,
+    news).
 
     The news are the keys and values of the step's tokens, [rows · heads, seq, dim] for each entry of the cache.
     """
@@ -409,7 +431,8 @@ def _append(pools, lengths, counts, table, seq, context, entries, block):
 
 
 def _in_place(pools, lengths, counts, table, seq, context, entries, block):
-    """The past as a buffer into which the graph writes after as many rows as the mask counts, padding tokens included."""
+    """The past as a buffer into which the graph writes after as many rows as the mask counts, padding tokens included.
+    """
     index = CacheIndex.make(lengths[:, None] - 1, table)
     past = [_read(index, pool, entry, block) for pool, entry in zip(pools, entries, strict=True)]
     mask = mx.arange(context, dtype=mx.int32) < lengths[:, None] + seq
@@ -447,7 +470,7 @@ def _write(entries: Sequence[Entry], block: int) -> Callable[..., Any]:
     def write(pools, news, places, table):
         index = CacheIndex.make(places, table)
         return [
-            index.heads(entry.heads, block).store(new, pool)
+            index.heads(entry.heads, block).spare(pool.shape[0] - 1).store(new, pool)
             for pool, new, entry in zip(pools, news, entries, strict=True)
         ]
 

@@ -16,15 +16,22 @@ from mlx_transmuter.tokenizer import Tokenizer
 
 PROGRAM = "program.json"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-_LENGTHS = ("max_length", "min_length", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens")
+_LENGTHS = (
+    "max_length",
+    "min_length",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+)
 
 
 @dataclass
 class Model:
     """A converted model. `encoder`, `embed` and `vision` are there where the source has them.
 
-    config, generation_config: the source's JSON, {} where it has none. tokenizer: None where it has none; such a model takes
-    and gives token ids. folder: where it was loaded from.
+    config, generation_config: the source's JSON, {} where it has none. tokenizer: None where it has none; such a model
+    takes and gives token ids. folder: where it was loaded from.
     """
 
     decoder: Module
@@ -70,8 +77,8 @@ def load_module(folder: Path) -> Module:
 def generation_config(folder: Path) -> dict[str, Any]:
     """The folder's generation settings, named as in generation_config.json.
 
-    Without that file they are those of genai_config.json (its `search` and the ids in its `model`), or of config.json, which
-    held them in the past; as transformers' GenerationConfig.from_model_config, this takes its ids and lengths.
+    Without that file they are those of genai_config.json (its `search` and the ids in its `model`), or of config.json,
+    which held them in the past; as transformers' GenerationConfig.from_model_config, this takes its ids and lengths.
     """
     if (folder / "generation_config.json").is_file():
         return read_json(folder / "generation_config.json")
@@ -94,5 +101,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ProgramError(str(path), f"a {type(value).__name__}", "a JSON object", "download the file again")
     return value
-
-

@@ -1,8 +1,8 @@
 """The Module: an `mlx.nn.Module` that runs a Program, with every value either on the host or on the device.
 
-A value on the host is a numpy array known while the graph is walked (a shape, an axis, a constant, and what is computed from
-them); a value on the device is an `mx.array`, known when the step runs. A node whose inputs are all on the host runs at once
-and leaves nothing in a compiled step.
+A value on the host is a numpy array known while the graph is walked (a shape, an axis, a constant, and what is computed
+from them); a value on the device is an `mx.array`, known when the step runs. A node whose inputs are all on the host
+runs at once and leaves nothing in a compiled step.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mlx_transmuter.program import Node, Program, ProgramError
 
 # A node with more elements than this on the host side runs on the device, where it costs a step little.
 SMALL = 2**16
-# The most bytes that a value may have: with what it is made of it must fit in this machine's memory. MLX counts sizes modulo
-# 2^64 and ends the process where it gets no memory, so a size is checked before anything of it is computed.
+# The most bytes that a value may have: with what it is made of it must fit in this machine's memory. MLX counts sizes
+# modulo 2^64 and ends the process where it gets no memory, so a size is checked before anything of it is computed.
 LARGEST = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 # No exporter nests scopes deeper.
 MAX_DEPTH = 64
@@ -31,9 +31,9 @@ MAX_DEPTH = 64
 class Module(nn.Module):
     """An ONNX graph as an `mlx.nn.Module`.
 
-    Its parameters are the graph's weights under the names of the exporter's scopes (`model.layers.0.self_attn.q_proj.weight`)
-    and its projections are `nn.Linear`, so `nn.quantize`, `tree_flatten` and the like work on it. Calling it with the graph's
-    inputs by name gives a dict of its outputs by name.
+    Its parameters are the graph's weights under the names of the exporter's scopes
+    (`model.layers.0.self_attn.q_proj.weight`) and its projections are `nn.Linear`, so `nn.quantize`, `tree_flatten` and
+    the like work on it. Calling it with the graph's inputs by name gives a dict of its outputs by name.
     """
 
     def __init__(self, program: Program, weights: dict[str, mx.array]):
@@ -72,9 +72,13 @@ class Module(nn.Module):
         """
         names = {value.name for value in self._program.inputs}
         if missing := sorted(names - inputs.keys()):
-            raise ProgramError("the call of the module", f"no input {', '.join(missing)}", "every input of the graph", "give it")
+            raise ProgramError(
+                "the call of the module", f"no input {', '.join(missing)}", "every input of the graph", "give it"
+            )
         if unknown := sorted(inputs.keys() - names):
-            raise ProgramError("the call of the module", f"an input {', '.join(unknown)}", f"only {', '.join(sorted(names))}")
+            raise ProgramError(
+                "the call of the module", f"an input {', '.join(unknown)}", f"only {', '.join(sorted(names))}"
+            )
         values: dict[str, Any] = {name: owner[key] for name, (owner, key) in self._places.items()}
         walk = _Walk(values | inputs, known=set(values), last_reads=self._last_reads)
         walk.run(self._program)
@@ -103,10 +107,14 @@ class _Walk:
     def node(self, node: Node) -> tuple[Any, ...]:
         operator = ops.OPERATORS[node.op]
         try:
-            if len(node.inputs) < operator.required or (len(node.inputs) > len(operator.inputs) and not operator.variadic):
+            if len(node.inputs) < operator.required or (
+                len(node.inputs) > len(operator.inputs) and not operator.variadic
+            ):
                 raise ops.OperatorError(f"{len(node.inputs)} inputs", f"the inputs {', '.join(operator.inputs)}")
             if unknown := node.attrs.keys() - operator.attributes.keys():
-                raise ops.OperatorError(f"the attribute {', '.join(sorted(unknown))}", "an attribute that the operator has")
+                raise ops.OperatorError(
+                    f"the attribute {', '.join(sorted(unknown))}", "an attribute that the operator has"
+                )
             reads = list(node.reads())
             known = all(name in self.known or isinstance(self.values[name], np.ndarray) for name in reads)
             attrs = {
@@ -172,7 +180,9 @@ class _Walk:
 
         def call(*inputs: Any) -> list[Any]:
             names = [value.name for value in program.inputs]
-            walk = _Walk(self.values | dict(zip(names, inputs, strict=True)), self.known | set(names if known else ()), {})
+            walk = _Walk(
+                self.values | dict(zip(names, inputs, strict=True)), self.known | set(names if known else ()), {}
+            )
             walk.copies = {name: copy for name, copy in self.copies.items() if name not in names}
             walk.run(program)
             return [walk.values[value.name] for value in program.outputs]
@@ -200,20 +210,26 @@ def _plain(array: mx.array) -> bool:
 
 
 def _check_names(program: Program) -> None:
-    """Raises ProgramError unless each weight and layer has a place of its own: no name is a path into another's value."""
+    """Raises ProgramError unless each weight and layer has a place of its own: no name is a path into another's value.
+    """
     owned = {name for name in program.weights if name.rpartition(".")[0] in program.layers}
     leaves = program.layers.keys() | (program.weights.keys() - owned)
     for name in (*program.weights, *program.layers):
         *path, last = name.split(".")
         hidden = any(not part or part.startswith("_") for part in (*path, last))
-        if hidden or len(path) >= MAX_DEPTH or any(
-            ".".join(path[:i]) in leaves for i in range(1, len(path) + (name not in owned))
+        if (
+            hidden
+            or len(path) >= MAX_DEPTH
+            or any(".".join(path[:i]) in leaves for i in range(1, len(path) + (name not in owned)))
         ):
-            raise ProgramError("the weights", f"the name {name[:200]!r}", "dotted paths, none inside another and none hidden")
+            raise ProgramError(
+                "the weights", f"the name {name[:200]!r}", "dotted paths, none inside another and none hidden"
+            )
 
 
 def _layer(path: str, options: dict[str, Any], program: Program) -> nn.Module:
-    """The layer that hangs at `path`. Raises ProgramError for an unknown one, or one whose arrays are not all weights."""
+    """The layer that hangs at `path`. Raises ProgramError for an unknown one, or one whose arrays are not all weights.
+    """
     try:
         layer = ops.layer(**options)
     except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:
@@ -227,7 +243,9 @@ def _layer(path: str, options: dict[str, Any], program: Program) -> nn.Module:
 
 def _check_weights(program: Program, weights: dict[str, mx.array]) -> None:
     if missing := sorted(program.weights.keys() - weights.keys()):
-        raise ProgramError("the weights", f"none named {missing[0]!r} ({len(missing)} missing)", "every weight of the program")
+        raise ProgramError(
+            "the weights", f"none named {missing[0]!r} ({len(missing)} missing)", "every weight of the program"
+        )
     for name, weight in program.weights.items():
         try:
             dtype = ops.device_dtype(weight.dtype)
@@ -241,7 +259,8 @@ def _check_weights(program: Program, weights: dict[str, mx.array]) -> None:
 
 
 def _grow(root: nn.Module, leaves: dict[str, Any]) -> None:
-    """Hangs the leaves under `root` by their dotted names: numbered children as lists, as MLX's own models have them."""
+    """Hangs the leaves under `root` by their dotted names: numbered children as lists, as MLX's own models have them.
+    """
     tree: dict[str, Any] = {}
     for name, leaf in leaves.items():
         *path, last = name.split(".")
@@ -283,7 +302,8 @@ def values_of(module: Module, **inputs: mx.array | np.ndarray) -> dict[str, Any]
 
 
 def evaluate(node: Node, values: dict[str, Any]) -> tuple[Any, ...]:
-    """What the node gives for values that are known now, by name: numpy arrays where they are small, else `mx.array`s."""
+    """What the node gives for values that are known now, by name: numpy arrays where they are small, else `mx.array`s.
+    """
     return _Walk(dict(values), set(values), {}).node(node)
 
 

@@ -30,7 +30,8 @@ LAYER_ARRAYS = ("weight", "bias", "scales", "biases")
 
 
 class ProgramError(ValueError):
-    """A program that is not whole: `where` names the file or node, `found` what stands there, `expected` what should."""
+    """A program that is not whole: `where` names the file or node, `found` what stands there, `expected` what should.
+    """
 
     def __init__(self, where: str, found: str, expected: str, do: str = "convert the model again"):
         self.where, self.found, self.expected, self.do = where, found, expected, do
@@ -39,7 +40,8 @@ class ProgramError(ValueError):
 
 @dataclass(frozen=True)
 class Value:
-    """A named input or output. `shape` has an int, a symbol or None (unknown) per axis; None as a whole: unknown rank."""
+    """A named input or output. `shape` has an int, a symbol or None (unknown) per axis; None as a whole: unknown rank.
+    """
 
     name: str
     dtype: str
@@ -50,9 +52,9 @@ class Value:
 class Node:
     """One application of an operator.
 
-    `op` is the declared form, `Expand-8`, `com.microsoft.FusedMatMul-1` or `mlx.linear`. `inputs` and `outputs` are value
-    names, "" where an optional one is left out. `attrs` holds ints, floats, strings, lists of these, numpy arrays and
-    Programs. `name` is the exporter's name of the node, for errors and for naming weights.
+    `op` is the declared form, `Expand-8`, `com.microsoft.FusedMatMul-1` or `mlx.linear`. `inputs` and `outputs` are
+    value names, "" where an optional one is left out. `attrs` holds ints, floats, strings, lists of these, numpy arrays
+    and Programs. `name` is the exporter's name of the node, for errors and for naming weights.
     """
 
     op: str
@@ -170,7 +172,9 @@ class Program:
             arrays={name: array for name, array in self.arrays.items() if name in weights},
         )
 
-    def validate(self, where: str = "program", given: frozenset[str] = frozenset(), known: Callable | None = None) -> None:
+    def validate(
+        self, where: str = "program", given: frozenset[str] = frozenset(), known: Callable | None = None
+    ) -> None:
         """Raises ProgramError unless each name is given once and before it is read.
 
         `given` are the values of the program around a branch; `known(op)` says whether an operator is declared.
@@ -197,7 +201,9 @@ class Program:
                     raise ProgramError(where, f"node {node} reading {name!r}", "a value given before it is read")
             for branch in node.branches():
                 if branch.weights or branch.layers:
-                    raise ProgramError(where, f"weights inside a branch of {node}", "weights in the outermost program only")
+                    raise ProgramError(
+                        where, f"weights inside a branch of {node}", "weights in the outermost program only"
+                    )
                 branch.validate(f"{where}, a branch of {node}", frozenset(seen), known)
             for name in node.outputs:
                 if name:
@@ -243,7 +249,9 @@ class Program:
         except ProgramError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-            raise ProgramError(where, f"a malformed program ({type(error).__name__}: {error})", "a program as saved") from None
+            raise ProgramError(
+                where, f"a malformed program ({type(error).__name__}: {error})", "a program as saved"
+            ) from None
 
     def save(self, path: Path) -> None:
         """Writes the program to `path` as JSON, a node a line."""
@@ -317,7 +325,14 @@ def _value_from_json(data: Any) -> Value:
 _INFINITE = ("inf", "-inf", "nan")
 # What JSON may hold of an element of a constant, by the kind of numpy's type.
 _ELEMENTS: dict[str, Any] = {"b": bool, "i": int, "u": int, "f": (int, float), "U": str}
-_CONSTANTS = {"bool", "str", "float16", "float32", "float64", *(f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64))}
+_CONSTANTS = {
+    "bool",
+    "str",
+    "float16",
+    "float32",
+    "float64",
+    *(f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)),
+}
 
 
 def _number_to_json(number: Any) -> Any:

@@ -35,8 +35,8 @@ class SignatureError(ValueError):
 class Entry:
     """One tensor of the cache.
 
-    past, present: the names of the input and of the output. dtype: its ONNX type. shape: of the past, with an int where the
-    graph fixes the size. batch, length: the axes of rows and of positions; every other size is fixed by the graph.
+    past, present: the names of the input and of the output. dtype: its ONNX type. shape: of the past, with an int where
+    the graph fixes the size. batch, length: the axes of rows and of positions; every other size is fixed by the graph.
     """
 
     past: str
@@ -79,12 +79,11 @@ class Entry:
 class Signature:
     """What generation gives to a decoder and reads from it. Names are None where the graph has no such input.
 
-    tokens: input_ids or inputs_embeds. position_axes: 0 for position_ids [rows, seq], else the size of their first axis.
-    keep: the input that says of how many last positions the graph gives logits (0: all).
-    index: whether the program reads and writes pools, by an index; its pasts are then pools and its presents the new ones.
-    ends: whether it gives logits of the tokens that are asked for alone, [rows, k, vocab].
-    vocab: the size of the vocabulary, the last axis of the logits.
-    given: the other inputs, which a task gives (the outputs of an encoder).
+    tokens: input_ids or inputs_embeds. position_axes: 0 for position_ids [rows, seq], else the size of their first
+    axis. keep: the input that says of how many last positions the graph gives logits (0: all). index: whether the
+    program reads and writes pools, by an index; its pasts are then pools and its presents the new ones. ends: whether
+    it gives logits of the tokens that are asked for alone, [rows, k, vocab]. vocab: the size of the vocabulary, the
+    last axis of the logits. given: the other inputs, which a task gives (the outputs of an encoder).
     """
 
     tokens: str
@@ -123,7 +122,17 @@ class Signature:
         if positions is not None and positions.shape is not None and len(positions.shape) == 3:
             axes = positions.shape[0] if isinstance(positions.shape[0], int) else 3
         keep = next((name for name in ("num_logits_to_keep", "logits_to_keep") if name in inputs), None)
-        known = {tokens, keep, INDEX, LANES, ENDS, "attention_mask", "position_ids", "use_cache_branch", *(value.name for value in pasts)}
+        known = {
+            tokens,
+            keep,
+            INDEX,
+            LANES,
+            ENDS,
+            "attention_mask",
+            "position_ids",
+            "use_cache_branch",
+            *(value.name for value in pasts),
+        }
         return Signature(
             tokens=tokens,
             embeds=tokens == "inputs_embeds",
@@ -149,8 +158,8 @@ def outputs(names: Iterable[str]) -> list[str]:
 def declared_mode(program: Program, signature: Signature) -> Mode:
     """The cache mode that the graph's form suggests; a conversion tries it before it counts.
 
-    in_place: GroupQueryAttention writes into a buffer. append: position_ids are given, so a buffer may have free columns.
-    grow: positions come from the length of the cache.
+    in_place: GroupQueryAttention writes into a buffer. append: position_ids are given, so a buffer may have free
+    columns. grow: positions come from the length of the cache.
     """
     if any(node.op.startswith("com.microsoft.GroupQueryAttention") for node in program.all_nodes()):
         return "in_place"
@@ -167,14 +176,21 @@ def _entry(value: Value, given: dict[str, Value]) -> Entry:
     present = next((name for name in presents if name in given), None)
     if present is None:
         raise SignatureError(
-            f"the cache input {value.name!r} and no output for it among {_list(given)}", f"an output named {' or '.join(presents)}"
+            f"the cache input {value.name!r} and no output for it among {_list(given)}",
+            f"an output named {' or '.join(presents)}",
         )
     shape = value.shape
     if shape is None or len(shape) < 3:
-        raise SignatureError(f"the cache input {value.name!r} of shape {shape}", "rows, heads, positions and a size per head")
+        raise SignatureError(
+            f"the cache input {value.name!r} of shape {shape}", "rows, heads, positions and a size per head"
+        )
     batch = next((i for i, size in enumerate(shape) if isinstance(size, str) and size.startswith("batch")), None)
     length = next(
-        (i for i, size in enumerate(shape) if i != batch and isinstance(size, str) and ("seq" in size or "len" in size or "past" in size)),
+        (
+            i
+            for i, size in enumerate(shape)
+            if i != batch and isinstance(size, str) and ("seq" in size or "len" in size or "past" in size)
+        ),
         None,
     )
     if batch is None and len(shape) == 4:

@@ -1,4 +1,6 @@
-"""The safetensors of a converted folder: one file, or shards with an index, as `huggingface_hub` and MLX's tools know them."""
+"""The safetensors of a converted folder: one file, or shards with an index, as `huggingface_hub` and MLX's tools know
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 2**30
 
 
-def save(folder: Path, items: Iterable[tuple[str, int, Callable[[], mx.array]]], shard_bytes: int = SHARD_BYTES) -> None:
+def save(
+    folder: Path, items: Iterable[tuple[str, int, Callable[[], mx.array]]], shard_bytes: int = SHARD_BYTES
+) -> None:
     """Writes the arrays of `items` (name, bytes, a function that gives the array) to `folder`.
 
     At most one shard's arrays are in memory at a time. An empty program has an empty file.
@@ -28,7 +32,11 @@ def save(folder: Path, items: Iterable[tuple[str, int, Callable[[], mx.array]]],
             filled = 0
         shards[-1].append(item)
         filled += item[1]
-    names = [FILE] if len(shards) == 1 else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    names = (
+        [FILE]
+        if len(shards) == 1
+        else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    )
     places = {}
     for file, shard in zip(names, shards, strict=True):
         arrays = {name: read() for name, _, read in shard}
@@ -42,7 +50,8 @@ def save(folder: Path, items: Iterable[tuple[str, int, Callable[[], mx.array]]],
 
 
 def load(folder: Path, program: Program) -> dict[str, mx.array]:
-    """The arrays of the program's weights, read when they are used. Raises ProgramError for a file missing or broken."""
+    """The arrays of the program's weights, read when they are used. Raises ProgramError for a file missing or broken.
+    """
     if (folder / INDEX).exists():
         try:
             places = json.loads((folder / INDEX).read_bytes())["weight_map"]

@@ -1,11 +1,12 @@
-"""Times mlx-transmuter against mlx-lm and onnxruntime on one model, in interleaved rounds, and writes docs/benchmark.md.
+"""Times mlx-transmuter against mlx-lm and onnxruntime on one model, in interleaved rounds, and writes
+docs/benchmark.md.
 
     python scripts/bench.py --make            # in an environment with the extra `fixtures`: makes the model
     python scripts/bench.py                   # in one with the extra `bench`
 
-Each contender is a process of its own with its best settings; every round runs each case once in each of them, one after the
-other, so that a machine that slows down slows all. MLX's Linux wheel links a slow reference BLAS: --blas preloads another one
-for every contender alike (Debian's libopenblas0-pthread; set OPENBLAS_CORETYPE for it).
+Each contender is a process of its own with its best settings; every round runs each case once in each of them, one
+after the other, so that a machine that slows down slows all. MLX's Linux wheel links a slow reference BLAS: --blas
+preloads another one for every contender alike (Debian's libopenblas0-pthread; set OPENBLAS_CORETYPE for it).
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ class Worker:
         env = {**os.environ, **({"LD_PRELOAD": blas} if blas else {})}
         path = Path(__file__).parent / "benching" / "worker.py"
         self.process = subprocess.Popen(
-            [sys.executable, str(path), name, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+            [sys.executable, str(path), name, str(root)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
         )
         self.load = self._answer()["load"]
 
@@ -59,7 +64,9 @@ class Worker:
         return json.loads(line)
 
 
-def measure(names: list[str], root: Path, rounds: int, new: int, blas: str | None, vocab: int, cases: list[dict]) -> list[dict]:
+def measure(
+    names: list[str], root: Path, rounds: int, new: int, blas: str | None, vocab: int, cases: list[dict]
+) -> list[dict]:
     """A row per case and contender: medians over the rounds, after one round that doesn't count."""
     workers = {name: Worker(name, root, blas) for name in names}
     rows = []
@@ -89,7 +96,14 @@ def table(rows: list[dict]) -> str:
         if "step" not in row:
             continue
         suffix = " q4" if row["contender"].endswith("q4") else ""
-        peer = next((r for r in rows if r["contender"] == f"mlx-lm{suffix}" and all(r[k] == row[k] for k in ("context", "batch", "beams"))), {})
+        peer = next(
+            (
+                r
+                for r in rows
+                if r["contender"] == f"mlx-lm{suffix}" and all(r[k] == row[k] for k in ("context", "batch", "beams"))
+            ),
+            {},
+        )
         ratio = f"{peer['step'] / row['step']:.2f}" if "step" in peer else "—"
         lines.append(
             f"| {row['context']} | {row['batch']} | {row['beams']} | {row['contender']} | {row['first']:.2f}"
@@ -107,7 +121,11 @@ def plot(rows: list[dict], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for name in dict.fromkeys(row["contender"] for row in rows):
-        points = [(row["context"], 1 / row["step"]) for row in rows if row["contender"] == name and row["batch"] == row["beams"] == 1]
+        points = [
+            (row["context"], 1 / row["step"])
+            for row in rows
+            if row["contender"] == name and row["batch"] == row["beams"] == 1
+        ]
         axes.plot(*zip(*points, strict=True), marker="o", label=name)
     axes.set(xlabel="context, tokens", ylabel="decode, tokens/s", ylim=(0, None), title="batch 1")
     axes.legend()

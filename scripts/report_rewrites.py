@@ -1,4 +1,6 @@
-"""Writes docs/rewrites.md: what each rewrite does to each model of the tests, and how far its logits are from the graph's."""
+"""Writes docs/rewrites.md: what each rewrite does to each model of the tests, and how far its logits are from the
+graph's.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,16 @@ def main() -> None:
     rows, names = [], []
     with tempfile.TemporaryDirectory() as temporary:
         for source in sorted(path.parent for path in FIXTURES.glob("*/model.onnx")):
-            meta = load_folder(convert(source, "model.onnx", Path(temporary) / source.name, progress=False)).decoder.program.meta
+            meta = load_folder(
+                convert(source, "model.onnx", Path(temporary) / source.name, progress=False)
+            ).decoder.program.meta
             names = [record["name"] for record in meta["rewrites"]]
             mode, tried, nodes = meta["cache_mode"], meta["proof"]["tried"], meta["nodes"]
             pools = f"{tried['pools']:.0e}" if "pools" in tried else "—"
             counts = " | ".join(str(record["held"] or "") for record in meta["rewrites"])
-            rows.append(f"| {source.name} | {nodes['read']} → {nodes['kept']} | {mode} | {tried[mode]:.0e} | {pools} | {counts} |")
+            rows.append(
+                f"| {source.name} | {nodes['read']} → {nodes['kept']} | {mode} | {tried[mode]:.0e} | {pools} | {counts} |"
+            )
     columns = ["model", "nodes", "mode", "error", "over pools", *names]
     table = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *rows]
     (ROOT / "docs" / "rewrites.md").write_text(HEAD + "\n".join(table) + "\n", encoding="utf-8")

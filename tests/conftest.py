@@ -14,7 +14,8 @@ from converters.convert import convert
 from mlx_transmuter.model import Model, load_folder
 
 mx.set_default_device(mx.cpu)
-# On a CPU mx.compile builds kernels with the C++ compiler, some seconds a model. Tests that need it ask for `compiling`.
+# On a CPU mx.compile builds kernels with the C++ compiler, some seconds a model. Tests that need it ask for
+# `compiling`.
 mx.disable_compile()
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -43,7 +43,9 @@ def test_its_completions_are_right(demo):
 
 
 def test_it_tells_a_story_to_its_end(demo):
-    (result,) = text.generation(demo, do_sample=False, max_new_tokens=200)([[{"role": "user", "content": "Tell me a story about a fox."}]])
+    (result,) = text.generation(demo, do_sample=False, max_new_tokens=200)(
+        [[{"role": "user", "content": "Tell me a story about a fox."}]]
+    )
     assert result.finish_reason == "stop"
     assert result.text.startswith("Once upon a time")
     assert "fox" in result.text

@@ -10,8 +10,8 @@ from conftest import NAMES, golden
 from mlx_transmuter import generation, ops
 from mlx_transmuter.decoder import Decoder
 
-# How far logits may be from onnxruntime's on the same file, relative to their spread: float32 sums in another order; 4-bit
-# products accumulate in another order over dequantised blocks; half types round each sum.
+# How far logits may be from onnxruntime's on the same file, relative to their spread: float32 sums in another order;
+# 4-bit products accumulate in another order over dequantised blocks; half types round each sum.
 LIMITS = {"llama_q4": 1e-3, "llama_fp16": 2e-2}
 
 

@@ -84,7 +84,8 @@ def test_settings_are_those_of_the_first_file_that_has_them(tmp_path):
         (tmp_path / name).write_text(json.dumps(value))
 
     assert generation_config(tmp_path) == {}
-    # Old configurations held some settings; of these from_model_config takes ids and lengths, and nothing of the model's own.
+    # Old configurations held some settings; of these from_model_config takes ids and lengths, and nothing of the
+    # model's own.
     write("config.json", {"eos_token_id": 2, "pad_token_id": None, "max_length": 30, "vocab_size": 9, "hidden_size": 4})
     assert generation_config(tmp_path) == {"eos_token_id": 2, "max_length": 30}
     search = {"top_k": 50, "do_sample": True, "max_length": 4096, "past_present_share_buffer": True}

@@ -38,7 +38,8 @@ def ints(*values):
     return np.array(values, np.int64)
 
 
-# Shape → Gather → Mul → Concat → Reshape, as exporters write x.reshape(x.shape[0] * 2, -1); Range → Cast → Add beside it.
+# Shape → Gather → Mul → Concat → Reshape, as exporters write x.reshape(x.shape[0] * 2, -1); Range → Cast → Add beside
+# it.
 CHAIN = [
     Node("Shape-1", ("x",), ("shape",)),
     Node("Gather-1", ("shape", "zero"), ("rows",)),

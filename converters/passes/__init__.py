@@ -1,13 +1,16 @@
 """The rewrites, in their order.
 
-1. fold: what depends on constants alone is computed now; later rewrites then see constants where exporters wrote chains.
-2. positions: a graph that takes positions from the length of its cache gets an input for them, so that it runs over a buffer;
+1. fold: what depends on constants alone is computed now; later rewrites then see constants where exporters wrote
+chains.
+2. positions: a graph that takes positions from the length of its cache gets an input for them, so that it runs over a
+buffer;
    before settle, which would leave fewer nodes to tell positions from columns by.
 3. settle: shapes that are the same in steps of every size become constants, and nodes that change nothing go.
 4. embedding: before linear, so that a head tied to the embedding finds its table.
 5. linear, quantized: products with a constant matrix become layers; flat: these take rows of any shape.
 6. norms, rotary, gates: one node for what exporters write in several.
-7. attention: after settle, which leaves of the repeated keys and of the reshapes only what matters; the past and the present
+7. attention: after settle, which leaves of the repeated keys and of the reshapes only what matters; the past and the
+present
    become pools, and the mask, which nothing reads any more, goes. group_query: the same for onnxruntime's own operator.
 8. last: after attention, since only a program over pools is told which tokens are the last.
 """
@@ -38,13 +41,16 @@ OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last)
 
 
 def rewrite(program: Program, order: tuple[Rewrite, ...]) -> tuple[Program, list[Record]]:
-    """The program after the rewrites of `order`, without inputs that nothing reads any more, and what each rewrite did."""
+    """The program after the rewrites of `order`, without inputs that nothing reads any more, and what each rewrite did.
+    """
     records = []
     for one in order:
         program, record = apply(program, one)
         records.append(record)
     read = {name for node in program.nodes for name in node.reads()} | {value.name for value in program.outputs}
-    return replace(program, inputs=tuple(v for v in program.inputs if v.name in read or v.name.startswith("past"))), records
+    return replace(
+        program, inputs=tuple(v for v in program.inputs if v.name in read or v.name.startswith("past"))
+    ), records
 
 
 __all__ = ["IN_GRAPH", "OVER_POOLS", "rewrite"]

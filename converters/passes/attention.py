@@ -1,8 +1,9 @@
 """Attention: past, present, mask and softmax become attention over the pools of the cache.
 
-Exporters write the mask in fifty nodes that differ between any two versions. So a mask isn't recognised by its nodes: it is
-computed for a long context, and what it then shows is compared with what an index can show: all columns up to the token's own,
-a window of them, a slope on their distance (ALiBi). The rewrite holds for all layers or for none, since a program has one cache.
+Exporters write the mask in fifty nodes that differ between any two versions. So a mask isn't recognised by its nodes:
+it is computed for a long context, and what it then shows is compared with what an index can show: all columns up to the
+token's own, a window of them, a slope on their distance (ALiBi). The rewrite holds for all layers or for none, since a
+program has one cache.
 """
 
 from __future__ import annotations
@@ -256,10 +257,14 @@ def _product(graph: Graph, seen: Observation, weights: str) -> Node | None:
         if is_kind(node, "MatMul") and node.inputs[0] == weights:
             return node
         plain = any(is_kind(node, kind) for kind in ("Cast", "Dropout", "Identity"))
-        guard = is_kind(node, "Where") and node.inputs[2] == weights and graph.producer(node.inputs[0], "IsNaN") is not None
+        guard = (
+            is_kind(node, "Where") and node.inputs[2] == weights and graph.producer(node.inputs[0], "IsNaN") is not None
+        )
         before, after = seen.shapes(weights), seen.shapes(node.outputs[0])
         same = before and after and all(b[-2:] == a[-2:] for b, a in zip(before, after, strict=True))
-        if (plain or guard or (is_kind(node, "Reshape") and same)) and (found := _product(graph, seen, node.outputs[0])):
+        if (plain or guard or (is_kind(node, "Reshape") and same)) and (
+            found := _product(graph, seen, node.outputs[0])
+        ):
             return found
     return None
 
@@ -294,7 +299,9 @@ def _shown(graph: Graph, signature: Signature, masks: tuple[tuple[str, str], ...
 
 
 def _added(graph: Graph, signature: Signature, masks: tuple[tuple[str, str], ...], context: int) -> np.ndarray | None:
-    """What the masks add to the scores, [heads or 1, tokens, columns], in a step over that context; None if it can't run."""
+    """What the masks add to the scores, [heads or 1, tokens, columns], in a step over that context; None if it can't
+    run.
+    """
     program = graph.program
     outputs = tuple(Value(name, "float32", None) for name, _ in masks if graph.constant(name) is None)
     part = replace(program, outputs=outputs).select([value.name for value in outputs])

@@ -16,7 +16,10 @@ def embedding(graph: Graph) -> Iterator[Answer]:
             continue
         name, table = node.inputs[0], graph.weight(node.inputs[0])
         turned = graph.producer(name, "Transpose")
-        if turned is not None and list(turned.attrs.get("perm", [1, 0])) == [1, 0]:  # the head's matrix serves as the table
+        if turned is not None and list(turned.attrs.get("perm", [1, 0])) == [
+            1,
+            0,
+        ]:  # the head's matrix serves as the table
             name, matrix = turned.inputs[0], graph.weight(turned.inputs[0])
             table = matrix.transposed() if matrix is not None else None
         if table is None or len(table.shape) != 2 or node.inputs[1] in graph.program.constants:
@@ -24,7 +27,9 @@ def embedding(graph: Graph) -> Iterator[Answer]:
         if table.dtype not in FLOATS:
             yield Declined(node, f"the table is {table.dtype}; wanted a float type")
             continue
-        others = [n for n in graph.consumers(name) if not any(is_kind(n, kind) for kind in ("Gather", "Transpose", "MatMul"))]
+        others = [
+            n for n in graph.consumers(name) if not any(is_kind(n, kind) for kind in ("Gather", "Transpose", "MatMul"))
+        ]
         if others:
             yield Declined(node, f"the table is also read by {others[0].op}")
             continue

@@ -1,7 +1,7 @@
 """Gates: activations that exporters write in several nodes become one.
 
-Gelu alone has a dozen spellings. So an activation isn't recognised by its nodes: a small cone of elementwise nodes over one value
-is computed on a grid, and what it gives is compared with the activations that there are.
+Gelu alone has a dozen spellings. So an activation isn't recognised by its nodes: a small cone of elementwise nodes over
+one value is computed on a grid, and what it gives is compared with the activations that there are.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def gates(graph: Graph) -> Iterator[Answer]:
 
 
 def _cone(graph: Graph, root: Node, order: dict[int, int]) -> tuple[str, list[Node]] | None:
-    """The value that the root depends on alone by elementwise nodes, a curve among them, and these nodes in their order."""
+    """The value that the root depends on alone by elementwise nodes, a curve among them, and these nodes in their
+    order.
+    """
     nodes = {id(root): root}
     frontier = {name for name in root.inputs if graph.constant(name) is None}
     while len(nodes) <= _MOST and frontier:

@@ -23,7 +23,10 @@ def last(graph: Graph) -> Iterator[Answer]:
     while node is not None and node.op not in _ROWWISE:
         # What follows the head works on each logit: a softcap, a scale, a cast.
         named = [name for name in node.inputs if graph.constant(name) is None]
-        if not any(node.op.startswith(kind) for kind in ("Mul-", "Div-", "Tanh-", "Cast-", "Identity-")) or len(named) != 1:
+        if (
+            not any(node.op.startswith(kind) for kind in ("Mul-", "Div-", "Tanh-", "Cast-", "Identity-"))
+            or len(named) != 1
+        ):
             return
         after.append(node)
         node = graph.producer(named[0])

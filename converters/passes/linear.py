@@ -1,4 +1,5 @@
-"""Linear: products with a constant matrix, and the bias after them, become an `nn.Linear` (Linear.weight is [out, in])."""
+"""Linear: products with a constant matrix, and the bias after them, become an `nn.Linear` (Linear.weight is [out, in]).
+"""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 
 def layer_names(graph: Graph, weight: str, *others: str) -> tuple[str, str, str]:
-    """The path of the layer that gets the weight of that name and the `others`, and what its weight and bias are called.
+    """The path of the layer that gets the weight of that name and the `others`, and what its weight and bias are
+    called.
 
-    A scope may hold more than its layer does, such as a bias that another node adds; the layer then gets a scope of its own.
+    A scope may hold more than its layer does, such as a bias that another node adds; the layer then gets a scope of its
+    own.
     """
     path = weight.removesuffix(".weight")
     if any(name.startswith(f"{path}.") and name not in (weight, *others) for name in graph.program.arrays):
@@ -66,7 +69,9 @@ def linear(graph: Graph) -> Iterator[Answer]:
 
 
 def _table(graph: Graph, name: str, matrix: Tensor) -> str | None:
-    """The path of the embedding whose table the matrix [out, in] is, or is a copy of, as exporters make of tied weights."""
+    """The path of the embedding whose table the matrix [out, in] is, or is a copy of, as exporters make of tied
+    weights.
+    """
     own, _, _ = layer_names(graph, name)
     for path, layer in graph.program.layers.items():
         if layer["kind"] != "Embedding":

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from converters.match import Answer, Become, Declined, Graph, is_kind
+from converters.observe import Observation
 from converters.patterns import Maybe, Op, Or, Scalar, Var, Weight, find
+from mlx_transmuter.ops import CODES
 from mlx_transmuter.program import Node
 
 _X = Var("x")
@@ -13,7 +15,11 @@ _MEAN = Op("ReduceMean", Or(Op("Pow", _X, Scalar(value=2.0)), Op("Mul", _X, _X))
 _MOMENT = Op("Add", _MEAN, Scalar("eps"))
 _ROOT = Op("Sqrt", _MOMENT)
 _NORMED = Or(
-    Op("Mul", _X, Or(Op("Div", Scalar(value=1.0), _ROOT), Op("Reciprocal", _ROOT), Op("Pow", _MOMENT, Scalar(value=-0.5)))),
+    Op(
+        "Mul",
+        _X,
+        Or(Op("Div", Scalar(value=1.0), _ROOT), Op("Reciprocal", _ROOT), Op("Pow", _MOMENT, Scalar(value=-0.5))),
+    ),
     Op("Div", _X, _ROOT),
 )
 RMS_NORM = Op("Mul", Maybe("Cast", _NORMED), Weight("w"))
@@ -21,6 +27,9 @@ RMS_NORM = Op("Mul", Maybe("Cast", _NORMED), Weight("w"))
 
 def norms(graph: Graph) -> Iterator[Answer]:
     """w · x / √(mean(x²) + eps) → mlx.rms_norm. Zhang & Sennrich 2019. Casts of x to float32 and back go with it."""
+    seen = Observation.of(graph.program)
+    if seen is None:
+        return
     for node in graph.nodes:
         if not is_kind(node, "Mul") or (found := find(graph, node, RMS_NORM)) is None:
             continue
@@ -36,12 +45,21 @@ def norms(graph: Graph) -> Iterator[Answer]:
             continue
         x = found["x"]
         before = graph.producer(x, "Cast")
-        # mx.fast.rms_norm computes in float32 whatever the type of x, so the exporter's casts around the norm are not needed.
+        # mx.fast.rms_norm computes in float32 whatever the type of x, so the exporter's casts around the norm are not
+        # needed.
         if before is not None and any(is_kind(reader, "Cast") for reader in _between(graph, node)):
             x = before.inputs[0]
         eps = graph.constant(found["eps"])
         assert eps is not None
-        yield Become(node, (Node("mlx.rms_norm", (x, found["w"]), node.outputs, {"eps": float(eps.item())}, node.name),))
+        attrs = {"eps": float(eps.item())}
+        out, wanted, given = node.outputs[0], seen.dtype(node.outputs[0]), {seen.dtype(x), seen.dtype(found["w"])}
+        if wanted in CODES and given == {wanted}:
+            yield Become(node, (Node("mlx.rms_norm", (x, found["w"]), (out,), attrs, node.name),))
+        elif (
+            wanted in CODES
+        ):  # a stream in float32 and a scale in a half type: the norm is in float32, its result in half
+            norm = Node("mlx.rms_norm", (x, found["w"]), (f"{out}.wide",), attrs, node.name)
+            yield Become(node, (norm, Node("Cast-9", (f"{out}.wide",), (out,), {"to": CODES[wanted]})))
 
 
 def _between(graph: Graph, node: Node) -> list[Node]:

@@ -1,8 +1,9 @@
-"""Positions: a graph that takes positions from the length of its cache gets them as an input, so that it runs over a buffer.
+"""Positions: a graph that takes positions from the length of its cache gets them as an input, so that it runs over a
+buffer.
 
-Such a graph (Gemma's) computes `arange(past, past + seq)` from the shape of its cache and uses it twice: to rotate keys and
-queries, where it means positions, and to build the causal mask, where it means columns. Over a buffer with free columns the two
-differ. The rewrite gives the first use an input of its own, `position_ids`, and leaves the second.
+Such a graph (Gemma's) computes `arange(past, past + seq)` from the shape of its cache and uses it twice: to rotate keys
+and queries, where it means positions, and to build the causal mask, where it means columns. Over a buffer with free
+columns the two differ. The rewrite gives the first use an input of its own, `position_ids`, and leaves the second.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ BITS = (2, 4, 8)
 
 
 def quantized(graph: Graph) -> Iterator[Answer]:
-    """MatMulNBits(x, W) [+ b] → mlx.linear with an nn.QuantizedLinear; GatherBlockQuantized(W, ids) → mlx.embedding with
-    an nn.QuantizedEmbedding. Blocks of 16, which MLX has no form of, stay as they are."""
+    """MatMulNBits(x, W) [+ b] → mlx.linear with an nn.QuantizedLinear; GatherBlockQuantized(W, ids) → mlx.embedding
+    with an nn.QuantizedEmbedding. Blocks of 16, which MLX has no form of, stay as they are."""
     for node in graph.nodes:
         if is_kind(node, "com.microsoft.MatMulNBits"):
             yield _linear(graph, node)

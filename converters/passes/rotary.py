@@ -13,7 +13,11 @@ _X = Var("x")
 ROTATED = Op(
     "Add",
     Op("Mul", _X, Var("cos")),
-    Op("Mul", Op("Concat", Op("Neg", Op("Slice", _X, name="second")), Op("Slice", _X, name="first"), name="turned"), Var("sin")),
+    Op(
+        "Mul",
+        Op("Concat", Op("Neg", Op("Slice", _X, name="second")), Op("Slice", _X, name="first"), name="turned"),
+        Var("sin"),
+    ),
 )
 
 
@@ -32,7 +36,9 @@ def rotary(graph: Graph) -> Iterator[Answer]:
         halves = _range(graph, seen, found["first"]) == (0, half) and _range(graph, seen, found["second"])[0] == half
         alike = all(_doubled(graph, found[name]) for name in ("cos", "sin"))
         if halves and alike and all(shape[0][3] == 2 * half and shape[0][1] == 1 for shape in (cos, sin)):
-            yield Become(node, (Node("mlx.rotary", (found["x"], found["cos"], found["sin"]), node.outputs, name=node.name),))
+            yield Become(
+                node, (Node("mlx.rotary", (found["x"], found["cos"], found["sin"]), node.outputs, name=node.name),)
+            )
 
 
 def _range(graph: Graph, seen: Observation, value: str) -> tuple[int | None, int | None]:
@@ -48,7 +54,9 @@ def _range(graph: Graph, seen: Observation, value: str) -> tuple[int | None, int
 
 
 def _doubled(graph: Graph, value: str, depth: int = 10) -> bool:
-    """Whether the value's halves on the last axis are alike: it comes, by what works on each element, from a Concat(a, a)."""
+    """Whether the value's halves on the last axis are alike: it comes, by what works on each element, from a Concat(a,
+    a).
+    """
     node = graph.producer(value)
     if node is None or not depth:
         return False

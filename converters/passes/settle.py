@@ -22,7 +22,9 @@ def settle(graph: Graph) -> Iterator[Answer]:
         return
     for node in graph.nodes:
         values = {name: seen.constant(name) for name in node.outputs if name}
-        known = {name: value for name, value in values.items() if value is not None and value.size <= MAX_CONSTANT_ELEMENTS}
+        known = {
+            name: value for name, value in values.items() if value is not None and value.size <= MAX_CONSTANT_ELEMENTS
+        }
         if known and len(known) == len(values):
             yield Become(node, (), constants=known)
         elif (source := _unchanged(graph, seen, node)) is not None:
@@ -77,4 +79,9 @@ def _kept_shape(seen: Observation, node: Node) -> list[int] | None:
             shape.append(0)
         else:
             shape.append(-1)
-    return shape if shape.count(-1) <= 1 and not any(size == 0 and len({o[i] for o in after}) == 1 for i, size in enumerate(shape)) else None
+    return (
+        shape
+        if shape.count(-1) <= 1
+        and not any(size == 0 and len({o[i] for o in after}) == 1 for i, size in enumerate(shape))
+        else None
+    )

@@ -65,6 +65,7 @@ class CacheIndex:
     _sees: mx.array | None = None  # bool [batch, seq, seq], of a draft
     _stride: int | None = None  # row r of the table is the run of slots from r · stride
     _narrowed: bool = False  # ... and walk says so
+    _spare: int | None = None  # the row of the pool where what is stored nowhere goes
 
     # Constructors
 
@@ -277,6 +278,14 @@ class CacheIndex:
             _narrowed=self._narrowed and runs,
         )
 
+    def spare(self, row: int) -> CacheIndex:
+        """The index for pools whose row `row` nobody reads: what would be stored nowhere is stored there.
+
+        A write is then one scatter; without a spare row it takes two, since MLX can't drop a store. No table may name
+        the row. Raises CacheError for a negative row.
+        """
+        return replace(self, _spare=integer("CacheIndex.spare", row, 0, INT32_MAX))
+
     # The call's tokens
 
     @property
@@ -365,10 +374,10 @@ class CacheIndex:
     def walk(self) -> tuple[Signature, list[mx.array]]:
         """(signature, leaves): what a compiled step depends on beside its shapes, hashable, and the arrays it takes.
 
-        Two indices share a compiled step exactly when their signatures agree: the case (whole, packed, tabled),
-        whether row is given, the sizes of blocks in order, every, the window, whether there are a selection and a
-        draft, and the run's stride of an index that `narrow` made from rows. Leaves in order: row, positions, table,
-        tables of blocks, columns, the draft's slots, its sees.
+        Two indices share a compiled step exactly when their signatures agree: the case (whole, packed, tabled), whether
+        row is given, the sizes of blocks in order, every, the window, whether there are a selection and a draft, the
+        run's stride of an index that `narrow` made from rows, and the spare row. Leaves in order: row, positions,
+        table, tables of blocks, columns, the draft's slots, its sees.
         """
         signature = (
             ("tokens", self._case, self._row is not None, tuple(m for m, _ in self._blocks)),
@@ -377,6 +386,7 @@ class CacheIndex:
             ("columns", self._columns is not None),
             ("draft", self._slots is not None),
             ("run", self._stride if self._narrowed else None),
+            ("spare", self._spare),
         )
         leaves = [self._row, self._pos, self._table, *(table for _, table in self._blocks)]
         leaves += [self._columns, self._slots, self._sees]
@@ -385,7 +395,7 @@ class CacheIndex:
     @classmethod
     def from_walk(cls, signature: Signature, leaves: Sequence[mx.array]) -> CacheIndex:
         """The index of a walk, also over a step's tracers: from_walk(*index.walk()) is index."""
-        (_, case, has_row, sizes), (_, every), (_, window), (_, has_columns), (_, has_draft), (_, stride) = signature
+        (_, case, has_row, sizes), (_, every), (_, window), (_, has_columns), (_, has_draft), (_, stride), (_, spare) = signature
         tabled = case == "tabled"
         wanted = 1 + tabled + has_row + len(sizes) + has_columns + 2 * has_draft
         if len(leaves) != wanted:
@@ -397,7 +407,7 @@ class CacheIndex:
         blocks = tuple((m, next(rest)) for m in sizes)
         chosen = next(rest) if has_columns else None
         slots, sees = (next(rest), next(rest)) if has_draft else (None, None)
-        return cls(case, pos, table, row, blocks, every, window, chosen, slots, sees, stride, stride is not None)
+        return cls(case, pos, table, row, blocks, every, window, chosen, slots, sees, stride, stride is not None, spare)
 
     def place(self, at: mx.Device | mx.Stream | mx.DeviceType) -> CacheIndex:
         """The index with its arrays made where `at` computes. MLX's memory is shared, so values need no move."""
@@ -439,7 +449,7 @@ class CacheIndex:
         return values, pool
 
     def _store(self, values: mx.array, pool: mx.array) -> mx.array:
-        return store_rows(pool, self._targets, values.reshape(self.batch * self.seq, *pool.shape[1:]))
+        return store_rows(pool, self._targets, values.reshape(self.batch * self.seq, *pool.shape[1:]), self._spare)
 
     def _read(self, pool: mx.array, zero: bool = True) -> mx.array:
         stride = None if self._stride is None else -(-self._stride // self._every)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 
-def store_rows(pool: mx.array, slots: mx.array, values: mx.array) -> mx.array:
-    """pool [slots, ...] with values [n, ...] at slots int32 [n]; a slot outside the pool stores nothing.
+def store_rows(pool: mx.array, slots: mx.array, values: mx.array, spare: int | None = None) -> mx.array:
+    """pool [slots, ...] with values [n, ...] at slots int32 [n]; a slot outside the pool stores nothing, or at spare.
 
     Every other row keeps its bits. The write costs the n rows alone and takes the pool's memory when nobody else holds
     the pool at evaluation. Two rows aimed at one slot leave each element one of the two (elements of 8 bytes: each
@@ -18,6 +18,10 @@ def store_rows(pool: mx.array, slots: mx.array, values: mx.array) -> mx.array:
     goes to 0 and up to its bits; a dropped one meets the neutral element both times and may aim at any slot.
     """
     if pool.size == 0 or values.size == 0:
+        return pool
+    if spare is not None:
+        pool = mx.reshape(pool, pool.shape)  # an array of our own: a[i] = v changes a, and the caller's must stay
+        pool[mx.where((slots >= 0) & (slots < pool.shape[0]), slots, spare)] = values
         return pool
     rows = pool.reshape(pool.shape[0], -1)
     size = rows.shape[1] * rows.dtype.size

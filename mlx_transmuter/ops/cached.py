@@ -10,7 +10,8 @@ from mlx_transmuter.ops.registry import op
 
 @op("mlx.visible")
 def visible(index, *, window: int = 0):
-    """Which columns each token sees: bool [rows, 1, seq, context]. window: only the last so many positions; 0 for all."""
+    """Which columns each token sees: bool [rows, 1, seq, context]. window: only the last so many positions; 0 for all.
+    """
     return (index.window(window) if window else index).visible()
 
 
@@ -22,7 +23,8 @@ def positions(index):
 
 @op("mlx.alibi")
 def alibi(index, seen, *, slopes):
-    """seen [rows, 1, seq, context] as an additive mask [rows, heads, seq, context] with a slope per head on the distance.
+    """seen [rows, 1, seq, context] as an additive mask [rows, heads, seq, context] with a slope per head on the
+    distance.
 
     Press et al. 2022. The distance is that of positions: the column's minus the token's.
     """
@@ -36,14 +38,16 @@ def alibi(index, seen, *, slopes):
 def attention(q, k, v, keys, values, lanes, seen, *, scale: float, softcap: float = 0.0):
     """Attention of q over what the cache holds, this step's k and v included: (output, keys', values').
 
-    q [rows, heads, seq, dim]; k, v [rows, kv, seq, dim]; keys, values: pools [kv · slots, dim]; seen: bool
-    [rows, 1, seq, context] or an additive mask [rows, heads, seq, context]. softcap: scores become c · tanh(score / c).
-    The output is [rows, heads, seq, dim]; heads share the keys of heads / kv heads. q may come as [rows · heads, seq, dim];
+    q [rows, heads, seq, dim]; k, v [rows, kv, seq, dim]; keys, values: pools [kv · slots, dim]; seen: bool [rows, 1,
+    seq, context] or an additive mask [rows, heads, seq, context]. softcap: scores become c · tanh(score / c). The
+    output is [rows, heads, seq, dim]; heads share the keys of heads / kv heads. q may come as [rows · heads, seq, dim];
     so does the output then.
     """
     rows, kv, seq, dim = k.shape
     if q.ndim == 3:
-        out, keys, values = attention(q.reshape(rows, -1, seq, dim), k, v, keys, values, lanes, seen, scale=scale, softcap=softcap)
+        out, keys, values = attention(
+            q.reshape(rows, -1, seq, dim), k, v, keys, values, lanes, seen, scale=scale, softcap=softcap
+        )
         return out.reshape(q.shape[0], seq, -1), keys, values
     # The pools of a run are its own and hold no NaN, so columns that nobody sees needn't be made zero.
     k, keys = lanes.extend(k.reshape(rows * kv, seq, dim), keys, zero=False)

@@ -14,7 +14,9 @@ def rms_norm(x, weight=None, *, eps: float):
 
 @op("mlx.rotary")
 def rotary(x, cos, sin):
-    """x [rows, heads, seq, dim] with its halves rotated by cos and sin [rows, 1, seq, dim], whose halves are alike. Su 2021."""
+    """x [rows, heads, seq, dim] with its halves rotated by cos and sin [rows, 1, seq, dim], whose halves are alike. Su
+    2021.
+    """
     half = x.shape[3] // 2
     first, second = x[..., :half], x[..., half:]
     cos, sin = cos[..., :half], sin[..., :half]

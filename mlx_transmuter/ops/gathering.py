@@ -10,8 +10,8 @@ from mlx_transmuter.ops.types import to_device
 
 
 def places(indices: mx.array | np.ndarray, size: int) -> mx.array:
-    """The indices into an axis of that size on the device. Of those known while a step is traced none may be out of range:
-    MLX reads anything there, or ends the process."""
+    """The indices into an axis of that size on the device. Of those known while a step is traced none may be out of
+    range: MLX reads anything there, or ends the process."""
     if isinstance(indices, mx.array):
         return indices
     if indices.size and not -size <= indices.min() <= indices.max() < size:

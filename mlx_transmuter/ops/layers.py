@@ -10,7 +10,8 @@ from mlx_transmuter.ops.registry import Known, Layer, OperatorError, op
 def layer(kind: str, **options) -> nn.Module:
     """An empty layer of that kind, whose arrays `load_weights` fills. Raises OperatorError for a kind that is not here.
 
-    kind "Linear" (bias), "Embedding", "QuantizedLinear" (bias, bits, group_size), "QuantizedEmbedding" (bits, group_size).
+    kind "Linear" (bias), "Embedding", "QuantizedLinear" (bias, bits, group_size), "QuantizedEmbedding" (bits,
+    group_size).
     """
     bias = bool(options.get("bias", False))
     if kind == "Linear":
@@ -41,5 +42,3 @@ def embedding(ids: Known, table: Layer):
 def as_linear(x, table: Layer):
     """x [..., dim] times the transposed table [rows, dim]: [..., rows]. The head of a model with tied embeddings."""
     return table.as_linear(x)
-
-

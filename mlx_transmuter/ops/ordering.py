@@ -26,6 +26,9 @@ def top_k(x, k: Host, *, axis=-1, largest=1, sorted=1):
 
 
 def _first_or_last(find, x: mx.array, axis: int, keepdims: int, last: int) -> mx.array:
+    if x.size == 0:
+        axis = axis % x.ndim
+        return mx.zeros([1 if i == axis else n for i, n in enumerate(x.shape) if keepdims or i != axis], mx.int32)
     if not last:
         return find(x, axis=axis, keepdims=bool(keepdims)).astype(mx.int32)
     backward = tuple(slice(None, None, -1) if i == axis % x.ndim else slice(None) for i in range(x.ndim))

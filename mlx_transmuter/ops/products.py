@@ -8,6 +8,8 @@ from mlx_transmuter.ops.registry import op
 def _matmul(a: mx.array, b: mx.array) -> mx.array:
     if mx.issubdtype(a.dtype, mx.floating):
         return mx.matmul(a, b)
+    if a.shape[-1] == 0:
+        return mx.matmul(a.astype(mx.float32), b.astype(mx.float32)).astype(a.dtype)
     # MLX multiplies no integer matrices: the products are summed one axis at a time, exact to the last bit.
     rows = a[None] if a.ndim == 1 else a
     columns = b[:, None] if b.ndim == 1 else b

@@ -136,8 +136,8 @@ def non_max_suppression(
 ):
     """The boxes to keep, best first, none overlapping a kept one too much: int64 [kept, 3] on the host.
 
-    A kept one is image, class, box. boxes [batch, boxes, 4] as y1, x1, y2, x2 or as x, y, width, height; scores [batch, classes, boxes]. ONNX
-    NonMaxSuppression-10, 11.
+    A kept one is image, class, box. boxes [batch, boxes, 4] as y1, x1, y2, x2 or as x, y, width, height; scores [batch,
+    classes, boxes]. ONNX NonMaxSuppression-10, 11.
     """
     most = 0 if max_output_boxes_per_class is None else int(max_output_boxes_per_class.item())
     overlap = 0.0 if iou_threshold is None else float(iou_threshold.item())

@@ -1,10 +1,10 @@
 """The registry of operators: a function's signature declares everything that the converter and the walker need to know.
 
 Positional parameters are the ONNX inputs (a default of None marks an optional one, `*xs` a variadic one), keyword-only
-parameters the attributes with their ONNX defaults. An input annotated `Host` must be known while a step is traced and comes
-as a numpy array; one annotated `Known` comes as a numpy array where it is known then; one annotated `Layer` is an `mlx.nn`
-layer; any other comes as an `mx.array`. A keyword-only parameter
-named `outputs` gets the number of outputs that the node asks for. A result that is a numpy array stays on the host.
+parameters the attributes with their ONNX defaults. An input annotated `Host` must be known while a step is traced and
+comes as a numpy array; one annotated `Known` comes as a numpy array where it is known then; one annotated `Layer` is an
+`mlx.nn` layer; any other comes as an `mx.array`. A keyword-only parameter named `outputs` gets the number of outputs
+that the node asks for. A result that is a numpy array stays on the host.
 """
 
 import inspect
@@ -21,7 +21,9 @@ class Host(np.ndarray):
 
 
 class Known(np.ndarray):
-    """Annotation of an input that comes as a numpy array where it is known while a step is traced, else as an `mx.array`."""
+    """Annotation of an input that comes as a numpy array where it is known while a step is traced, else as an
+    `mx.array`.
+    """
 
 
 class Layer(nn.Module):
@@ -66,8 +68,9 @@ _FORMS: dict[str, list[int]] = {}
 def op(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declares the function as the operators `names`.
 
-    A name is the operator, with its domain if that is not ONNX's own, and the opset from which the form holds: `Expand-8`,
-    `com.microsoft.FastGelu-1`; the operators of this project carry none: `mlx.rms_norm`. A name declared twice is an error.
+    A name is the operator, with its domain if that is not ONNX's own, and the opset from which the form holds:
+    `Expand-8`, `com.microsoft.FastGelu-1`; the operators of this project carry none: `mlx.rms_norm`. A name declared
+    twice is an error.
     """
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,7 +105,9 @@ def op(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def form(kind: str, opset: int) -> str | None:
-    """The declared form of `kind` ("Expand", "com.microsoft.Gelu") that holds at `opset`: the newest not newer; or None."""
+    """The declared form of `kind` ("Expand", "com.microsoft.Gelu") that holds at `opset`: the newest not newer; or
+    None.
+    """
     since = [version for version in _FORMS.get(kind, ()) if version <= opset]
     return f"{kind}-{since[-1]}" if since else None
 

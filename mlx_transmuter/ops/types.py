@@ -1,7 +1,8 @@
 """Types: what MLX holds of each ONNX tensor type, and the passage of host arrays to the device.
 
-Nothing on a device is wider than 32 bits: ONNX's int64 is int32 there, its double float32 (Metal has no float64 and no scatter
-of 8-byte types). Values out of range are clamped, so the INT64_MAX that exporters write for "to the end" keeps its meaning.
+Nothing on a device is wider than 32 bits: ONNX's int64 is int32 there, its double float32 (Metal has no float64 and no
+scatter of 8-byte types). Values out of range are clamped, so the INT64_MAX that exporters write for "to the end" keeps
+its meaning.
 """
 
 import mlx.core as mx

@@ -28,7 +28,9 @@ class Transmuted:
 
         key = (len(prompts), new, beams)
         if key not in self.compiled:
-            ctx = generation.context(self.model, num_beams=beams, max_new_tokens=new, do_sample=False, eos_token_id=None)
+            ctx = generation.context(
+                self.model, num_beams=beams, max_new_tokens=new, do_sample=False, eos_token_id=None
+            )
             self.compiled[key] = generation.compile(ctx, len(prompts))
         for step in generation.run(self.compiled[key], prompts, [0] * len(prompts)):
             yield [int(token) for token in step.token]
@@ -134,7 +136,8 @@ CONTENDERS = {
 
 
 def timed(contender: object, prompts: Prompts, new: int, beams: int) -> dict:
-    """first: seconds to the first token. step: the median of seconds from token to token. tokens: of the first prompt."""
+    """first: seconds to the first token. step: the median of seconds from token to token. tokens: of the first prompt.
+    """
     start = last = time.perf_counter()
     first, steps, found = 0.0, [], []
     for tokens in contender.tokens(prompts, new, beams):  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 """The benchmark's model: random weights of a named shape, exported by optimum, in every form that a contender reads.
 
-Needs an environment with the extra `fixtures` (torch, transformers, optimum) and, for hf-q4, mlx-lm; `bench.py --make` calls it.
+Needs an environment with the extra `fixtures` (torch, transformers, optimum) and, for hf-q4, mlx-lm; `bench.py --make`
+calls it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The rewrites: how many each makes per architecture, that near misses decline with their reason, and that what they make runs.
+"""The rewrites: how many each makes per architecture, that near misses decline with their reason, and that what they
+make runs.
 
-Agreement with the unrewritten graph is the proof of each conversion; here its record is read, and goldens test the rest.
+Agreement with the unrewritten graph is the proof of each conversion; here its record is read, and goldens test the
+rest.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from converters.read import read
 from mlx_transmuter.program import Node, Program
 from mlx_transmuter.signature import INDEX, outputs
 
-# Fixtures have two layers, gemma3_text three. A layer of a llama has 7 products, 2 norms, 2 rotations, 1 gate, 1 attention (with its two concatenations: three nodes replaced).
+# Fixtures have two layers, gemma3_text three. A layer of a llama has 7 products, 2 norms, 2 rotations, 1 gate, 1
+# attention (with its two concatenations: three nodes replaced).
 LLAMA = {"embedding": 1, "linear": 15, "norms": 5, "rotary": 4, "gates": 2, "attention": 6, "last": 1}
 WANTED = {
     "llama": LLAMA,
@@ -85,8 +88,8 @@ def test_every_fixture_but_the_oldest_runs_over_pools_and_nothing_of_past_or_mas
 def test_a_llama_layer_has_as_many_nodes_as_a_person_would_write(loaded):
     program = loaded("llama").decoder.program
     layer = [node for node in program.nodes if "/layers.1/" in node.name]
-    # norm, q k v (product, reshape, transpose), 2 rotations and what broadcasts their tables, attention, its transpose and
-    # reshape, product, sum; norm, gate and up, silu · up, down, sum
+    # norm, q k v (product, reshape, transpose), 2 rotations and what broadcasts their tables, attention, its transpose
+    # and reshape, product, sum; norm, gate and up, silu · up, down, sum
     assert len(layer) <= 26, [node.op for node in layer]
 
 
@@ -144,14 +147,18 @@ def test_scores_that_are_shifted_as_well_decline():
 
 def test_a_table_that_something_else_reads_is_no_embedding():
     program = before("llama", embedding)
-    table = next(node for node in program.nodes if node.inputs[0] in program.weights and node.op.startswith("Gather")).inputs[0]
+    table = next(
+        node for node in program.nodes if node.inputs[0] in program.weights and node.op.startswith("Gather")
+    ).inputs[0]
     program.nodes.append(Node("Abs-6", (table,), ("magnitude",)))
     assert reasons(program, embedding) == ["the table is also read by Abs-6"]
 
 
 def test_a_matrix_that_something_else_reads_is_no_linear_layer():
     program = before("llama", linear)
-    matrix = next(node for node in program.nodes if node.op.startswith("MatMul") and node.inputs[1] in program.weights).inputs[1]
+    matrix = next(
+        node for node in program.nodes if node.op.startswith("MatMul") and node.inputs[1] in program.weights
+    ).inputs[1]
     program.nodes.append(Node("Abs-6", (matrix,), ("magnitude",)))
     found = reasons(program, linear)
     assert found == ["the matrix is read in several ways; wanted products of one form"]
@@ -174,7 +181,9 @@ def test_grouped_attention_with_a_smooth_softmax_declines():
 
 def test_positions_of_an_unknown_use_decline():
     program = before("gemma", positions)
-    value = next(node for node in program.nodes if node.op.startswith("Unsqueeze") and "Range" in node.inputs[0]).outputs[0]
+    value = next(
+        node for node in program.nodes if node.op.startswith("Unsqueeze") and "Range" in node.inputs[0]
+    ).outputs[0]
     program.nodes.append(Node("Sign-9", (value,), ("sign",)))
     assert reasons(program, positions) == ["the use of positions by Sign-9 is not known"]
 

@@ -1,4 +1,6 @@
-"""The smallest decoder that converts: one layer of causal attention with a cache, as ONNX, changed at will by the tests."""
+"""The smallest decoder that converts: one layer of causal attention with a cache, as ONNX, changed at will by the
+tests.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def weights(seed: int = 0) -> dict[str, np.ndarray]:
 def decoder(opset: int = 18, seed: int = 0) -> ModelProto:
     """ids [batch, seq], position_ids, attention_mask [batch, total], past [batch, 1, past, 8] → logits, present.
 
-    Softmax(q · present) · present over the columns that the mask shows and that are not later; q = (E[ids] + positions) · W.
+    Softmax(q · present) · present over the columns that the mask shows and that are not later; q = (E[ids] + positions)
+    · W.
     """
     i64, f32 = TensorProto.INT64, TensorProto.FLOAT
 

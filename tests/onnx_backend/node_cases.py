@@ -1,7 +1,7 @@
 """ONNX's own node cases, run as a model is: read, saved as a folder, loaded, and called on MLX.
 
-Each case runs twice: with its inputs on the device (but for those that a shape follows from), and with all of them known on
-the host while the graph is walked.
+Each case runs twice: with its inputs on the device (but for those that a shape follows from), and with all of them
+known on the host while the graph is walked.
 """
 
 from __future__ import annotations

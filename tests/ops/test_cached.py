@@ -46,7 +46,8 @@ def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
     capacity, block = 32, 4 if paged else 32
     order = draw.permutation(rows * capacity // block) * block
     table = (order.reshape(rows, -1, 1) + np.arange(block)).reshape(rows, capacity).astype(np.int32)
-    pools = [mx.zeros((KV * rows * capacity, DIM)) for _ in "kv"]
+    spare = data.draw(st.booleans(), label="spare")
+    pools = [mx.zeros((KV * rows * capacity + spare, DIM)) for _ in "kv"]
     history = [(np.zeros((KV, 0, DIM)), np.zeros((KV, 0, DIM))) for _ in range(rows)]
     lengths = np.zeros(rows, np.int32)
     scale = 0.4
@@ -59,13 +60,18 @@ def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
         seen = visible(index, window=window)
         if slopes is not None:
             seen = alibi(index, seen, slopes=slopes)
+        lanes = index.heads(KV, block)
+        lanes = lanes.spare(pools[0].shape[0] - 1) if spare else lanes
         out, *pools = attention(
-            mx.array(q), mx.array(k), mx.array(v), *pools, index.heads(KV, block), seen, scale=scale, softcap=softcap
+            mx.array(q), mx.array(k), mx.array(v), *pools, lanes, seen, scale=scale, softcap=softcap
         )
         out = np.array(out)
         assert np.array_equal(np.array(positions(index)), np.maximum(pos, 0))
         for row in range(rows):
-            held = [np.concatenate([old, x[row, :, : new[row]]], axis=1) for old, x in zip(history[row], (k, v), strict=True)]
+            held = [
+                np.concatenate([old, x[row, :, : new[row]]], axis=1)
+                for old, x in zip(history[row], (k, v), strict=True)
+            ]
             history[row] = (held[0], held[1])
             for i in range(new[row]):
                 at = int(lengths[row]) + i
