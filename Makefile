@@ -14,7 +14,7 @@ test: $(VENV)/.test
 lint: $(VENV)/.dev
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
-	$(VENV)/bin/basedpyright --level error
+	$(VENV)/bin/basedpyright --pythonpath $(RUN) --level error
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -33,7 +33,7 @@ def card(program: Program, config: dict[str, Any], folder: Path) -> str:
         "",
         "What the conversion proved, on random tokens, against the unrewritten graph:",
         "",
-        f"- prompts of {', '.join(str(n) for n in proof['prompts'] if n)} tokens in one batch and {proof['steps']} decode steps:"
+        f"- prompts of {', '.join(str(n) for n in proof['prompts'] if n)} tokens in one batch, {proof['steps']} steps:"
         f" logits within {proof['error']:.1e} of their spread (limit {proof['limit']:.0e});",
         f"- the cache works in the mode `{meta['cache_mode']}`;",
         *(

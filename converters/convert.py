@@ -7,7 +7,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,42 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
     lengths = _proof_lengths(config)
     case = prove.Case.random(signature.vocab, lengths)
     limit = _tolerance(graph)
-    mode, errors = None, {}
+    found = _over_pools(folder, _in_graph(folder, graph, path, case, limit, progress), case, limit, progress)
+    program = found.program
+    program.meta = {
+        "cache_mode": found.mode,
+        "max_positions": _max_positions(config, read_json(folder / "genai_config.json")),
+        "proof": {
+            "error": found.errors["pools" if program.input(INDEX) is not None else found.mode],
+            "limit": limit,
+            "tried": {name: far if far != math.inf else "infinite" for name, far in found.errors.items()},
+            "prompts": lengths,
+            "steps": prove.STEPS,
+        },
+        "nodes": {"read": len(graph.nodes), "kept": len(program.nodes)},
+        "rewrites": [{"name": r.name, "held": r.held, "declined": r.declined} for r in found.records],
+        "source": {"file": path.name, **({"base_model": base_model} if base_model else {})},
+    }
+    program.save(folder / PROGRAM)
+    load_module(folder)
+    (folder / "README.md").write_text(card(program, config, folder), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _Proved:
+    """A program whose logits agreed with the graph's: its module, the mode it runs in, and how far off each trial was."""
+
+    program: Program
+    module: Module
+    records: list[Record]
+    mode: Mode
+    errors: dict[str, Any]
+    wanted: list[list[np.ndarray]]
+
+
+def _in_graph(folder: Path, graph: Program, path: Path, case: prove.Case, limit: float, progress: bool) -> _Proved:
+    """The graph after the rewrites that leave its past and present, as many as agree; its weights are in the folder."""
+    signature, errors = Signature.of(graph), {}
     for order in _orders():
         try:
             program, records = rewrite(graph, order)
@@ -127,45 +162,30 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
             wanted = prove.plain(_plain_module(graph, program, module), signature, case)
             _check_logits(wanted, signature.vocab, path)
             mode, errors = prove.best_mode(module, declared_mode(program, Signature.of(program)), case, wanted, limit)
-        except (ProgramError, ops.OperatorError):
+        except (ProgramError, SignatureError, ops.OperatorError):
             if not order:
                 raise  # the graph itself is at fault
+            continue
         if mode is not None:
-            break
-    else:
-        raise ConvertError(
-            path, f"a module that disagrees with its graph ({errors})", f"logits within {limit:g} of their spread",
-            "report the model: its conversion is wrong and was thrown away",
-        )  # fmt: skip
-    records += [_dropped(one) for one in IN_GRAPH if one not in order]
-    # The mode is that of the graph as it is; over pools it runs faster, where that holds.
-    pooled, more = rewrite(program, OVER_POOLS)
-    if pooled.input(INDEX) is not None:
-        far = _error_over_pools(module, pooled, mode, case, wanted)
-        errors["pools"] = far
-        if far <= limit:
-            program = pooled
-            if program.weights.keys() != module.program.weights.keys():
-                _save_weights(folder, program, progress)
-        else:
-            more = [_dropped(one) for one in OVER_POOLS]
-    program.meta = {
-        "cache_mode": mode,
-        "max_positions": _max_positions(config, read_json(folder / "genai_config.json")),
-        "proof": {
-            "error": errors["pools" if program.input(INDEX) is not None else mode],
-            "limit": limit,
-            "tried": {name: far if far != math.inf else "infinite" for name, far in errors.items()},
-            "prompts": lengths,
-            "steps": prove.STEPS,
-        },
-        "nodes": {"read": len(graph.nodes), "kept": len(program.nodes)},
-        "rewrites": [{"name": r.name, "held": r.held, "declined": r.declined} for r in [*records, *more]],
-        "source": {"file": path.name, **({"base_model": base_model} if base_model else {})},
-    }
-    program.save(folder / PROGRAM)
-    load_module(folder)
-    (folder / "README.md").write_text(card(program, config, folder), encoding="utf-8")
+            records += [_dropped(one) for one in IN_GRAPH if one not in order]
+            return _Proved(program, module, records, mode, errors, wanted)
+    found = f"a module that disagrees with its graph ({errors})"
+    do = "report the model: its conversion is wrong and was thrown away"
+    raise ConvertError(path, found, f"logits within {limit:g} of their spread", do)
+
+
+def _over_pools(folder: Path, found: _Proved, case: prove.Case, limit: float, progress: bool) -> _Proved:
+    """The program over pools, if it agrees, else as it was. The mode stays that of the graph as it is."""
+    program, records = rewrite(found.program, OVER_POOLS)
+    if program.input(INDEX) is None:
+        return replace(found, records=found.records + records)
+    far = _error_over_pools(found.module, program, found.mode, case, found.wanted)
+    errors = {**found.errors, "pools": far}
+    if far > limit:
+        return replace(found, records=found.records + [_dropped(one) for one in OVER_POOLS], errors=errors)
+    if program.weights.keys() != found.program.weights.keys():
+        _save_weights(folder, program, progress)
+    return replace(found, program=program, records=found.records + records, errors=errors)
 
 
 def _copy_companions(source: Path, path: Path, folder: Path) -> None:
@@ -211,8 +231,7 @@ def _error_over_pools(
 
 
 def _check_weights(graph: Program, path: Path) -> None:
-    """Raises ConvertError for a weight or an input of a type that MLX lacks, or a weight that this machine cannot hold.
-    """
+    """Raises ConvertError for a weight or input of a type that MLX lacks, or a weight that this machine cannot hold."""
     given = [(f"the weight {name!r}", tensor.dtype, tensor.size) for name, tensor in graph.arrays.items()]
     given += [(f"the input {value.name!r}", value.dtype, 0) for value in graph.inputs]
     for what, dtype, size in given:
@@ -250,9 +269,9 @@ def _proof_lengths(config: dict[str, Any]) -> list[int]:
 
 def _max_positions(config: dict[str, Any], genai: dict[str, Any]) -> int | None:
     """The most tokens that a sequence may have, from config.json or genai_config.json; None where they say nothing."""
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
-    genai_model = genai.get("model") if isinstance(genai.get("model"), dict) else {}
-    for place in (config, text, genai_model):
+    for place in (config, config.get("text_config"), genai.get("model")):
+        if not isinstance(place, dict):
+            continue
         for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "context_length"):
             if isinstance(place.get(name), int) and place[name] > 0:
                 return place[name]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 
 class ConvertError(ValueError):
-    """A source that cannot be converted: in which `file` (and `node`), what was `found`, what `expected`, what to `do`.
-    """
+    """A source that can't be converted: in which `file` (and `node`), what was `found`, `expected`, what to `do`."""
 
     def __init__(self, file: object, found: str, expected: str = "", do: str = "", node: str = ""):
         self.file, self.node, self.found, self.expected, self.do = str(file), node, found, expected, do

@@ -38,8 +38,7 @@ _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)+")
 
 
 def name_weights(program: Program) -> Program:
-    """The program with every weight renamed to a dotted path that no other value has and that is no part of another's.
-    """
+    """The program with every weight renamed to a dotted path that no other value has and that begins no other's."""
     readers: dict[str, tuple[Node, int]] = {}
     for node in program.all_nodes():
         for i, name in enumerate(node.inputs):

@@ -124,8 +124,7 @@ def modes(declared: Mode) -> tuple[Mode, ...]:
 def best_mode(
     module: Module, declared: Mode, case: Case, wanted: list[list[np.ndarray]], limit: float
 ) -> tuple[Mode | None, dict]:
-    """The first mode whose logits agree with the wanted ones within `limit`, and the error of each mode that was tried.
-    """
+    """The first mode whose logits agree with the wanted ones within `limit`; the error of each mode that was tried."""
     errors: dict[str, float | str] = {}
     for mode in modes(declared):
         try:

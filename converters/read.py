@@ -115,14 +115,13 @@ def _inlined(model: ModelProto, opsets: dict[str, int]) -> ModelProto:
         model = onnx.inliner.inline_local_functions(model)
     names = set()
     for node in _nodes(model.graph.node):
-        kind, form = _kind(node, opsets)
-        if form is None:
+        if _kind(node, opsets)[1] is None:
             domain = "" if node.domain in _ONNX_DOMAINS else node.domain
             try:
                 schema = onnx.defs.get_schema(node.op_type, opsets.get(domain, 1), domain)
             except onnx.defs.SchemaError:
                 continue
-            if schema.has_function or schema.has_context_dependent_function:
+            if schema.has_function or schema.has_context_dependent_function:  # pyright: ignore[reportAttributeAccessIssue]
                 names.add((domain, node.op_type))
     if not names:
         return model

@@ -148,7 +148,7 @@ def _external(proto: TensorProto, file: Path, name: str, dtype: str, shape: tupl
             data = np.memmap(path, np.uint8, "r", offset, wanted)
         plain = (
             np.dtype(dtype)
-            if dtype in ("float16", "float32", "float64", "bool") or "int" in dtype and BITS[dtype] >= 8
+            if dtype in ("float16", "float32", "float64", "bool") or ("int" in dtype and BITS[dtype] >= 8)
             else None
         )
         if plain is not None:

@@ -16,7 +16,7 @@ import numpy as np
 from mlx_transmuter import ops
 from mlx_transmuter.cache import CacheIndex, Pools, Slots
 from mlx_transmuter.module import Module
-from mlx_transmuter.signature import ENDS, INDEX, LANES, Entry, Mode, Signature, declared_mode
+from mlx_transmuter.signature import ENDS, INDEX, LANES, MODES, Entry, Mode, Signature, declared_mode
 
 # The context that a step attends over grows in powers of two from here.
 SMALLEST_BUCKET = 64
@@ -31,8 +31,19 @@ class DecoderError(ValueError):
 
 
 def bucket(length: int) -> int:
-    """The context bucket of that many positions: the smallest power of two that holds them, at least 64."""
-    return max(SMALLEST_BUCKET, 1 << (length - 1).bit_length() if length > 0 else 0)
+    """The context bucket of that many positions: powers of two from 64 to 256, then four sizes an octave.
+
+    A bucket is a compiled step, and what it holds beyond the length is read for nothing: at most a quarter of it, where
+    attention has become a part of a step's time.
+    """
+    power = max(SMALLEST_BUCKET, 1 << max(0, length - 1).bit_length())
+    quarter = power // 8
+    return power if power <= 256 else -(-length // quarter) * quarter
+
+
+def stride(length: int) -> int:
+    """The slots of a row that may hold that many tokens: a power of two, so that runs of all sizes share few steps."""
+    return max(SMALLEST_BUCKET, 1 << max(0, length - 1).bit_length())
 
 
 class Decoder:
@@ -48,8 +59,9 @@ class Decoder:
         self.module, self.rows = module, rows
         program = module.program
         self.signature = Signature.of(program)
-        self.mode: Mode = mode or program.meta.get("cache_mode") or declared_mode(program, self.signature)
-        self.max_positions: int | None = max_positions or program.meta.get("max_positions")
+        said, most = program.meta.get("cache_mode"), program.meta.get("max_positions")
+        self.mode: Mode = mode or (said if said in MODES else declared_mode(program, self.signature))
+        self.max_positions: int | None = max_positions or (most if isinstance(most, int) and most > 0 else None)
         self.vocab = self.signature.vocab
         self.compilations = 0
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -127,7 +139,7 @@ class Run:
         self.lengths = np.zeros(decoder.rows, np.int32)
         self.paged = block is not None
         # Without pages each row is one block, so its slots are one run; its size is a bucket, so that runs share steps.
-        self.block = block or bucket(int(self.total.max()))
+        self.block = block or stride(int(self.total.max()))
         blocks = sum(-(-int(size) // self.block) for size in total) if self.paged else decoder.rows
         self.slots = Slots(max(1, blocks) * self.block, self.block)
         self._rows: list[int | None] = [self.slots.open()[0] if size else None for size in total]

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-
 from mlx_transmuter import weights
 from mlx_transmuter.module import Module
 from mlx_transmuter.program import Program, ProgramError

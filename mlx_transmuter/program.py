@@ -19,9 +19,12 @@ MAX_CONSTANT_ELEMENTS = 4096
 
 # Names of ONNX's tensor types. A value keeps its ONNX type here; what MLX holds of it is ops.types' business.
 DTYPES = frozenset(
-    "float32 uint8 int8 uint16 int16 int32 int64 string bool float16 float64 uint32 uint64 complex64 complex128 bfloat16 "
-    "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz uint4 int4 float4_e2m1 float8_e8m0 uint2 int2 "
-    "cache_index".split()  # the last is no tensor: an input that is a CacheIndex
+    {
+        *("float32", "float16", "bfloat16", "float64", "complex64", "complex128", "bool", "string"),
+        *("int64", "int32", "int16", "int8", "int4", "int2", "uint64", "uint32", "uint16", "uint8", "uint4", "uint2"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0", "float4_e2m1"),
+        "cache_index",  # no tensor: an input that is a CacheIndex
+    }
 )
 
 
@@ -30,8 +33,7 @@ LAYER_ARRAYS = ("weight", "bias", "scales", "biases")
 
 
 class ProgramError(ValueError):
-    """A program that is not whole: `where` names the file or node, `found` what stands there, `expected` what should.
-    """
+    """A program that is not whole: `where` is the file or node, `found` what stands there, `expected` what should."""
 
     def __init__(self, where: str, found: str, expected: str, do: str = "convert the model again"):
         self.where, self.found, self.expected, self.do = where, found, expected, do
@@ -40,8 +42,7 @@ class ProgramError(ValueError):
 
 @dataclass(frozen=True)
 class Value:
-    """A named input or output. `shape` has an int, a symbol or None (unknown) per axis; None as a whole: unknown rank.
-    """
+    """A named input or output. `shape` has an int, a symbol or None (unknown) per axis; None where the rank is."""
 
     name: str
     dtype: str

@@ -24,8 +24,8 @@ from statistics import median
 import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parent / "benching"), str(Path(__file__).parent.parent)]
-from contenders import CONTENDERS
-from models import SHAPES, convert, make
+from contenders import CONTENDERS  # noqa: E402
+from models import SHAPES, convert, make  # noqa: E402
 
 CASES = [
     *({"context": n, "batch": 1, "beams": 1} for n in (64, 512, 1024, 2048)),
@@ -89,7 +89,8 @@ def measure(
 def table(rows: list[dict]) -> str:
     """The rows as Markdown; ratios are of medians, mlx-lm's time over the contender's (above 1 is faster)."""
     lines = [
-        "| context | batch | beams | contender | first token s | prompt tok/s | decode tok/s | vs mlx-lm | peak GB | load s | shapes |",
+        "| context | batch | beams | contender | first token s | prompt tok/s | decode tok/s"
+        " | vs mlx-lm | peak GB | load s | shapes |",
         "|" + "---|" * 11,
     ]
     for row in rows:
@@ -164,8 +165,8 @@ def main() -> None:
     cases = [case for case in CASES if not args.contexts or case["context"] in args.contexts]
     rows = measure(args.contenders, root, args.rounds, args.new, args.blas, SHAPES[args.shape]["vocab_size"], cases)
     blas = f", {Path(args.blas).name} preloaded in every contender" if args.blas else ""
-    head = f"# Benchmark\n\nWritten by `scripts/bench.py`: a Llama of the shape {args.shape}, random weights, {args.new} new tokens, medians of"
-    head += f" {args.rounds} interleaved rounds. {versions()}{blas}.\n\n"
+    head = f"# Benchmark\n\nWritten by `scripts/bench.py`: a Llama of shape {args.shape}, random weights, {args.new}"
+    head += f" new tokens, medians of {args.rounds} interleaved rounds. {versions()}{blas}.\n\n"
     (args.out / "benchmark.md").write_text(head + table(rows) + "\n\n![decode speed over the context](benchmark.svg)\n")
     plot(rows, args.out / "benchmark.svg")
 

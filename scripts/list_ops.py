@@ -1,11 +1,65 @@
-"""Writes docs/operators.md, the table of operators, from the registry: python scripts/list_ops.py"""
+"""Writes docs/operators.md, the table of the operators, from the registry."""
 
-import sys
+from __future__ import annotations
+
+import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from mlx_transmuter.ops import OPERATORS, Operator
 
-from mlx_transmuter.ops.catalogue import table  # noqa: E402
+TARGET = Path(__file__).parent.parent / "docs" / "operators.md"
+HEAD = """# Operators
 
-(ROOT / "docs" / "operators.md").write_text(table(), encoding="utf-8")
+Written by `scripts/list_ops.py` from the registry. A form holds from the opset in its name until the next form of its
+operator. *versions*: those of ONNX's schema that the form serves. *host*: it runs while a step is traced, on values that are
+known then, and leaves nothing in the step; *device*: it runs in the step (or on the host too, where all that it reads is
+known). *known*: the inputs that must be known while a step is traced: shapes, axes and constants are.
+
+Operators of ONNX that are not here but whose schema has a function body (CenterCropPad, SequenceMap,
+SoftmaxCrossEntropyLoss) are expanded into it when a file is read. Left out are those of strings (StringConcat,
+StringNormalizer, StringSplit, RegexFullMatch) and ImageDecoder, for which MLX has no arrays and no codec, ai.onnx.ml and
+ai.onnx.preview.training.
+"""
+DOMAINS = {"": "ONNX", "com.microsoft": "com.microsoft (onnxruntime's)", "mlx": "This project's own, made by rewrites"}
+
+
+def domain(name: str) -> str:
+    """The domain of a form's name: "" for ONNX's own."""
+    return name.rpartition("-")[0].rpartition(".")[0] if "-" in name else name.partition(".")[0]
+
+
+def row(operator: Operator) -> str:
+    """The operator's line of the table."""
+    known = [operator.inputs[i] for i in sorted(operator.host)]
+    hosted = "on the host" in operator.doc or (operator.inputs and len(operator.host) == len(operator.inputs))
+    text = operator.doc.split("\n\n")[0]
+    # A docstring ends with the versions of ONNX's schema that the form serves.
+    versions = re.search(r"\bONNX \w+-([\d, to]+)\.", " ".join(operator.doc.split()))
+    text = " ".join(re.sub(r"\s*ONNX \w+-[\d, to]+\.", "", text).split()).replace("|", "&#124;")
+    place, opsets = "host" if hosted else "device", versions[1] if versions else ""
+    return f"| {operator.name} | {opsets} | {place} | {', '.join(known)} | {text} |"
+
+
+def order(name: str) -> tuple[str, int]:
+    kind, _, since = name.rpartition("-")
+    return (kind.lower(), int(since)) if kind else (name.lower(), 0)
+
+
+def table() -> str:
+    """The whole document."""
+    parts = [HEAD]
+    for key, title in DOMAINS.items():
+        rows = [
+            row(operator)
+            for name, operator in sorted(OPERATORS.items(), key=lambda item: order(item[0]))
+            if domain(name) == key
+        ]
+        parts.append(
+            f"\n## {title}\n\n{len(rows)} forms.\n\n| form | versions | runs on | known | |\n|---|---|---|---|---|\n"
+        )
+        parts.append("\n".join(rows) + "\n")
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(table(), encoding="utf-8")

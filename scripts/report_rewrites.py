@@ -16,9 +16,9 @@ ROOT = Path(__file__).parent.parent
 FIXTURES = ROOT / "tests" / "fixtures"
 HEAD = """# Rewrites, model by model
 
-Written by `scripts/report_rewrites.py` from the models of the tests (two or three layers each). *nodes*: read from the file, and
-left. *mode*: of the graph as it is. *error*: the largest difference of logits from the unrewritten graph's, relative to their
-spread: in that mode, and over pools. The other columns count what each rewrite made.
+Written by `scripts/report_rewrites.py` from the models of the tests (two or three layers each). *nodes*: read from the
+file, and left. *mode*: of the graph as it is. *error*: the largest difference of logits from the unrewritten graph's,
+relative to their spread: in that mode, and over pools. The other columns count what each rewrite made.
 
 """
 
@@ -35,9 +35,8 @@ def main() -> None:
             mode, tried, nodes = meta["cache_mode"], meta["proof"]["tried"], meta["nodes"]
             pools = f"{tried['pools']:.0e}" if "pools" in tried else "—"
             counts = " | ".join(str(record["held"] or "") for record in meta["rewrites"])
-            rows.append(
-                f"| {source.name} | {nodes['read']} → {nodes['kept']} | {mode} | {tried[mode]:.0e} | {pools} | {counts} |"
-            )
+            row = (source.name, f"{nodes['read']} → {nodes['kept']}", mode, f"{tried[mode]:.0e}", pools, counts)
+            rows.append(f"| {' | '.join(row)} |")
     columns = ["model", "nodes", "mode", "error", "over pools", *names]
     table = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *rows]
     (ROOT / "docs" / "rewrites.md").write_text(HEAD + "\n".join(table) + "\n", encoding="utf-8")

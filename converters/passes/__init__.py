@@ -41,8 +41,7 @@ OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last)
 
 
 def rewrite(program: Program, order: tuple[Rewrite, ...]) -> tuple[Program, list[Record]]:
-    """The program after the rewrites of `order`, without inputs that nothing reads any more, and what each rewrite did.
-    """
+    """The program after the rewrites of `order`, without inputs that nothing reads any more; what each rewrite did."""
     records = []
     for one in order:
         program, record = apply(program, one)

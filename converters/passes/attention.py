@@ -310,8 +310,8 @@ def _added(graph: Graph, signature: Signature, masks: tuple[tuple[str, str], ...
         found = Module(part, arrays)(**step(program, signature, 1, context, _TOKENS))
         total = np.zeros((1, 1, 1), np.float32)
         for name, meaning in masks:
-            value = found[name] if name in found else mx.array(graph.constant(name))
-            array = ops.to_host(value)
+            constant = graph.constant(name)
+            array = ops.to_host(found[name]) if constant is None else constant
             array = array.reshape(-1, *array.shape[-2:]) if array.ndim >= 2 else array
             array = array if meaning == "add" else np.where(array == (meaning == "seen"), 0.0, -np.inf)
             total = total + array.astype(np.float32)

@@ -16,8 +16,15 @@ from mlx_transmuter.signature import INDEX, LANES, Entry
 _KIND = "com.microsoft.GroupQueryAttention"
 # Attributes that the rewrite has a form of; another one must have no effect.
 _KNOWN = {"num_heads", "kv_num_heads", "scale", "softcap", "local_window_size", "do_rotary", "rotary_interleaved"}
-_NEUTRAL = {"smooth_softmax": (-1, 0), "qk_output": (0,), "causal": (1,), "k_quant_type": ("NONE",), "v_quant_type": ("NONE",),
-            "kv_cache_bit_width": (0,), "sliding_window_cache": (0,)}  # fmt: skip
+_NEUTRAL = {
+    "smooth_softmax": (-1, 0),
+    "qk_output": (0,),
+    "causal": (1,),
+    "k_quant_type": ("NONE",),
+    "v_quant_type": ("NONE",),
+    "kv_cache_bit_width": (0,),
+    "sliding_window_cache": (0,),
+}
 _POSITIONS = "index.positions"
 
 

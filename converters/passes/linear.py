@@ -1,5 +1,4 @@
-"""Linear: products with a constant matrix, and the bias after them, become an `nn.Linear` (Linear.weight is [out, in]).
-"""
+"""Linear: products with a constant matrix, and the bias after them, become an `nn.Linear` (weight [out, in])."""
 
 from __future__ import annotations
 
@@ -94,9 +93,9 @@ def _product(graph: Graph, node: Node) -> tuple[str, Tensor, str] | None:
         if (matrix := graph.weight(name)) is not None and len(matrix.shape) == 2:
             return name, matrix.transposed(), ""
         turned = graph.producer(name, "Transpose")
-        if turned is not None and (matrix := graph.weight(turned.inputs[0])) is not None:
-            if len(matrix.shape) == 2 and list(turned.attrs.get("perm", [1, 0])) == [1, 0]:
-                return turned.inputs[0], matrix, ""
+        matrix = graph.weight(turned.inputs[0]) if turned is not None else None
+        if turned is not None and matrix is not None and len(matrix.shape) == 2:
+            return (turned.inputs[0], matrix, "") if list(turned.attrs.get("perm", [1, 0])) == [1, 0] else None
     if is_kind(node, "Gemm") and not node.attrs.get("transA", 0):
         matrix = graph.weight(node.inputs[1])
         bias = node.inputs[2] if len(node.inputs) > 2 else ""

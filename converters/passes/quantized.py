@@ -43,7 +43,7 @@ def _linear(graph: Graph, node: Node) -> Answer:
     if bias and ((tensor := graph.weight(bias)) is None or tensor.shape != (rows,)):
         return Declined(node, "its bias is no weight of rank 1")
     own = [value for value in (scales, zeros, bias) if value]
-    path, weight, bias_name = layer_names(graph, name, *own)
+    path, _, bias_name = layer_names(graph, name, *own)
     arrays = _arrays(graph, path, (name, scales, zeros), rows, columns, bits, block)
     if bias:
         arrays[bias_name] = graph.program.arrays[bias]
@@ -97,7 +97,8 @@ def _arrays(
 ) -> dict[str, Tensor]:
     """The layer's weight uint32 [rows, columns · bits / 32], its scales and biases [rows, groups], read when saved."""
     packed, scales, zeros = (graph.weight(name) if name else None for name in names)
-    assert packed is not None and scales is not None
+    assert packed is not None
+    assert scales is not None
     groups = (rows, columns // _group(block))
     blocks = columns // block
     kind = scales.dtype if scales.dtype == "float16" else "float32"

@@ -395,7 +395,8 @@ class CacheIndex:
     @classmethod
     def from_walk(cls, signature: Signature, leaves: Sequence[mx.array]) -> CacheIndex:
         """The index of a walk, also over a step's tracers: from_walk(*index.walk()) is index."""
-        (_, case, has_row, sizes), (_, every), (_, window), (_, has_columns), (_, has_draft), (_, stride), (_, spare) = signature
+        (_, case, has_row, sizes), *reports = signature
+        every, window, has_columns, has_draft, stride, spare = (report for _, report in reports)
         tabled = case == "tabled"
         wanted = 1 + tabled + has_row + len(sizes) + has_columns + 2 * has_draft
         if len(leaves) != wanted:

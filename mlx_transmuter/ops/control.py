@@ -5,8 +5,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.ops.registry import Host, op
+from mlx_transmuter.ops.registry import Host, OperatorError, op
 from mlx_transmuter.ops.types import to_device
+
+# The turns of a loop are laid out one after another in a step; no step could be compiled with more.
+MOST_TURNS = 2**10
 
 
 @op("If-1")
@@ -26,6 +29,8 @@ def loop(trips: Host = None, condition: Host = None, *state, body, outputs):
     going = np.array(True) if condition is None else condition
     values, scans, i = list(state), [], 0
     while going.item() and (trips is None or i < trips.item()):
+        if i == MOST_TURNS:
+            raise OperatorError(f"a loop that goes on after {i} turns", f"at most {MOST_TURNS}")
         going, *results = body(np.array(i, np.int64), going, *values)
         values = results[: len(state)]
         scans.append(results[len(state) :])

@@ -7,6 +7,9 @@ from mlx_transmuter.ops.casting import cast_to, dtype_of
 from mlx_transmuter.ops.registry import Host, OperatorError, op
 from mlx_transmuter.ops.types import to_device
 
+# A range lies on the host, several times while it is made; no sequence, vocabulary or image has a longer axis.
+LONGEST_RANGE = 2**24
+
 
 @op("Constant-9")
 def constant(
@@ -19,7 +22,7 @@ def constant(
     value_string=None,
     value_strings=None,
 ):
-    """The one attribute that is given, as a host value. ONNX Constant-9, 11, 12, 13, 19, 21, 23, 24, 25."""
+    """The one attribute that is given, on the host. ONNX Constant-9, 11, 12, 13, 19, 21, 23, 24, 25."""
     if value is not None:
         return value
     for number, dtype in (
@@ -49,6 +52,8 @@ def constant_of_shape(shape: Host, *, value=None):
 def range_(start: Host, limit: Host, delta: Host, *, stash_type=1):
     """start, start + delta, ... before limit: a host value of the type of start. ONNX Range-11, 27."""
     count = max(int(np.ceil((limit.item() - start.item()) / delta.item())), 0)
+    if count > LONGEST_RANGE:
+        raise OperatorError(f"a range of {count} numbers", f"at most {LONGEST_RANGE}")
     return (start.item() + np.arange(count) * delta.item()).astype(start.dtype)
 
 

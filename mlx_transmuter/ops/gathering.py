@@ -59,7 +59,7 @@ def gather_nd(x, indices: Known, *, batch_dims=0):
         offsets = np.arange(math.prod(batch), dtype=np.int32).reshape(*batch, *[1] * (flat.ndim - b))
         flat = flat + mx.array(offsets * math.prod(picked))
     parts = mx.take(x.reshape(math.prod(batch) * math.prod(picked), math.prod(rest)), flat.reshape(-1), axis=0)
-    return parts.reshape(*indices.shape[:-1], *rest)
+    return parts.reshape([*indices.shape[:-1], *rest])
 
 
 def _scatter(rows: mx.array, indices: mx.array, updates: mx.array, reduction: str) -> mx.array:

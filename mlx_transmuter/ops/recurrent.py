@@ -198,13 +198,16 @@ def lstm(
     22.
     """
     functions = _functions(activations, activation_alpha, activation_beta, clip)
+    unclipped = _functions(activations, activation_alpha, activation_beta, None)
 
     def make(d):
         biases = _bias(b, d, 4, r.shape[-1], x.dtype)
         bias = mx.concatenate([biases[i] + biases[4 + i] for i in range(4)])
         zeros = mx.zeros(r.shape[-1], x.dtype)
         p_i, p_o, p_f = [zeros] * 3 if p is None else mx.split(p[d], 3)
-        f, g, out = functions[3 * d : 3 * d + 3]
+        f, g = functions[3 * d : 3 * d + 2]
+        # The clip is of the gates: onnxruntime, whose word it is, leaves the cell's way out as it is.
+        (out,) = unclipped[3 * d + 2 : 3 * d + 3]
 
         def step(xt, h, c):
             gates = xt @ w[d].T + h @ r[d].T + bias

@@ -87,7 +87,7 @@ def _resized(
             lengths = [int(ratio * x.shape[axis] + 0.5) for axis in chosen]
     elif scales is not None:
         ratios = [float(s) for s in scales]
-        lengths = [math.floor(x.shape[axis] * s) for axis, s in zip(chosen, ratios, strict=True)]
+        lengths = [int(np.float32(x.shape[axis]) * np.float32(s)) for axis, s in zip(chosen, ratios, strict=True)]
     else:
         raise OperatorError("neither scales nor sizes", "one of them")
     y, blank = x, np.zeros((), bool)
@@ -95,7 +95,7 @@ def _resized(
         crop = (0.0, 1.0) if roi is None else (float(roi[i]), float(roi[len(chosen) + i]))
         if ratio == 1 and length == x.shape[axis] and (coordinates != "tf_crop_and_resize" or crop == (0.0, 1.0)):
             continue
-        at = _sources(np.arange(length), x.shape[axis], length, ratio, coordinates, crop)
+        at = _sources(length, x.shape[axis], ratio, coordinates, crop)
         if coordinates == "tf_crop_and_resize":
             off = (at < 0) | (at > x.shape[axis] - 1)
             blank = blank | off.reshape([-1 if j == axis else 1 for j in range(x.ndim)])
@@ -117,23 +117,29 @@ def _rounded(y: mx.array, dtype: mx.Dtype) -> mx.array:
     return cast_to(mx.clip(mx.round(y), limits.min, limits.max), dtype)
 
 
-def _sources(i: np.ndarray, size: int, length: int, ratio: float, mode: str, roi: tuple[float, float]) -> np.ndarray:
-    """Where each element i of the result lies in the input, float64."""
-    width = ratio * size
-    if mode == "half_pixel" or (mode == "pytorch_half_pixel" and width != 1):
+def _sources(length: int, size: int, ratio: float, mode: str, roi: tuple[float, float]) -> np.ndarray:
+    """Where each of `length` elements of the result lies in an axis of `size` elements, float32.
+
+    In float32, as onnxruntime has it, so that a scale of 0.6 reaches the whole places that it would reach exactly.
+    """
+    i, ratio, size = np.arange(length, dtype=np.float32), np.float32(ratio), np.float32(size)
+    width = ratio * size  # not a whole number where a scale gave it: ONNX's reference and its cases keep the fraction
+    if mode == "half_pixel" or (mode == "pytorch_half_pixel" and length > 1):
         return (i + 0.5) / ratio - 0.5
     if mode == "pytorch_half_pixel":
-        return np.full(length, -0.5)
+        return np.zeros_like(i)
     if mode == "half_pixel_symmetric":
         return size / 2 * (1 - length / width) + (i + 0.5) / ratio - 0.5
     if mode == "asymmetric":
         return i / ratio
+    if mode == "tf_half_pixel_for_nn":
+        return (i + 0.5) / ratio
     if mode == "align_corners":
-        return np.zeros(length) if width == 1 else i * (size - 1) / (width - 1)
+        return np.zeros_like(i) if width == 1 else i * (size - 1) / (width - 1)
     if mode == "tf_crop_and_resize":
-        start, end = roi
+        start, end = np.float32(roi)
         if width == 1:
-            return np.full(length, (start + end) * (size - 1) / 2)
+            return np.full_like(i, (start + end) * (size - 1) / 2)
         return start * (size - 1) + i * (end - start) * (size - 1) / (width - 1)
     raise OperatorError(f"the coordinates {mode!r}", "one of ONNX's coordinate_transformation_modes")
 

@@ -40,7 +40,8 @@ def grid_sample(x, grid, *, align_corners=0, mode="linear", padding_mode="zeros"
         )
     if mode == "nearest":
         points = [mx.round(p) for p in points]
-    points = [_padded(p, n, padding_mode, align_corners) for p, n in zip(points, space, strict=True)]
+    if mode != "cubic":  # which looks beyond the point's neighbours: there each element is brought inside by itself
+        points = [_padded(p, n, padding_mode, align_corners) for p, n in zip(points, space, strict=True)]
     return interpolated(x, points, mode, padding_mode, align_corners)
 
 

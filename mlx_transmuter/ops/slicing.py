@@ -54,8 +54,9 @@ def slice_(x, starts: Host, ends: Host, axes: Host = None, steps: Host = None):
     axes_ = range(count) if axes is None else axes.tolist()
     steps_ = [1] * count if steps is None else steps.tolist()
     for start, end, axis, step in zip(starts.tolist(), ends.tolist(), axes_, steps_, strict=True):
-        # `indices` brings INT64_MAX and the like into range; an end below 0 is then "to the beginning".
-        start, end, step = slice(start, end, step).indices(x.shape[axis])
+        # Brings INT64_MAX and the like into the 32 bits that MLX takes; an end below 0 is then "to the beginning".
+        size = x.shape[axis]
+        start, end, step = slice(start, end, min(max(step, -size - 1), size + 1)).indices(size)
         places[axis] = slice(start, end if end >= 0 else None, step)
         if len(range(start, end, step)) == 0:
             places[axis] = slice(0, 0)

@@ -10,8 +10,7 @@ from mlx_transmuter.ops import OperatorError
 
 
 class Exclusion(NamedTuple):
-    """Cases whose whole name matches `pattern`; `error` is what they end in, and must: one that passes is an error too.
-    """
+    """Cases whose whole name matches `pattern`; `error` is what they end in, and must: one that passes is an error too."""
 
     pattern: str
     error: type[Exception]

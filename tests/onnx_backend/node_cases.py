@@ -57,7 +57,9 @@ def run(case: TestCase, folder: Path) -> None:
     assert case.model is not None
     assert case.data_sets is not None
     program = read(case.model)
-    weights.save(folder, [(name, 0, lambda data=data: ops.to_device(data.read())) for name, data in program.arrays.items()])
+    weights.save(
+        folder, [(name, 0, lambda data=data: ops.to_device(data.read())) for name, data in program.arrays.items()]
+    )
     program.save(folder / PROGRAM)
     module = load_module(folder)
     shaping = _shaping(module.program)

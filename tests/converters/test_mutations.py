@@ -1,0 +1,213 @@
+"""Changed files: whatever stands in a file, it ends in our error or in a conversion that agrees with onnxruntime."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+
+import numpy as np
+import onnx
+import pytest
+import toy
+from conftest import FIXTURES
+from onnx import AttributeProto, TensorProto, numpy_helper
+
+from converters.convert import convert
+from converters.errors import ConvertError
+
+IDS = [3, 1, 7, 5]
+LIMITS = [0, 1, -1, 2, 7, -2, 2**31 - 1, 2**31, -(2**31), 2**40, 2**62, -(2**63), 2**63 - 1]
+OPERATORS = ["Tile", "Pad", "Expand", "ConstantOfShape", "Range", "NonZero", "TopK", "Slice", "Split", "CumSum", "Trilu", "OneHot", "EyeLike", "GatherND", "ScatterND", "GatherElements", "Compress", "Mod", "Pow", "Div", "ReduceSum", "ArgMax", "Size", "Where", "Max", "Min", "Clip", "Sqrt", "Log", "Exp", "Reshape", "Flatten", "Concat", "Squeeze", "Identity", "Gather"]
+
+
+@pytest.fixture
+def limit():
+    """Ends a conversion that hangs."""
+
+    def hangs(*args):
+        raise TimeoutError("the conversion hangs")
+
+    old = signal.signal(signal.SIGALRM, hangs)
+    yield signal.alarm
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, old)
+
+
+def flipped(data: bytes, draw: np.random.Generator) -> bytes:
+    """data with bits flipped, bytes set, taken out, put in and copied from elsewhere."""
+    new = bytearray(data)
+    for _ in range(draw.integers(1, 4)):
+        at, size = int(draw.integers(len(new))), int(draw.integers(1, 9))
+        kind = draw.integers(5)
+        if kind == 0:
+            new[at] ^= 1 << int(draw.integers(8))
+        elif kind == 1:
+            new[at] = int(draw.integers(256))
+        elif kind == 2:
+            del new[at : at + size]
+        elif kind == 3:
+            new[at:at] = draw.bytes(size)
+        else:
+            start = int(draw.integers(len(new)))
+            new[at : at + size] = new[start : start + size]
+    return bytes(new)
+
+
+def rewired(data: bytes, draw: np.random.Generator) -> bytes:
+    """data as a graph with other operators, inputs, numbers, sizes, types or opset."""
+    model = onnx.ModelProto.FromString(data)
+    graph = model.graph
+
+    def pick(values):
+        return values[int(draw.integers(len(values)))]
+
+    names = [name for node in graph.node for name in (*node.input, *node.output)]
+    integers = [tensor for tensor in graph.initializer if tensor.data_type == TensorProto.INT64]
+    for _ in range(draw.integers(1, 4)):
+        kind, node = draw.integers(10), pick(graph.node)
+        if kind == 0 and len(node.input) > 1:
+            node.input.reverse()
+        elif kind == 1 and node.input:
+            node.input[int(draw.integers(len(node.input)))] = pick(names)
+        elif kind == 2:
+            node.op_type = pick(OPERATORS)
+        elif kind == 3 and node.attribute:
+            attribute = pick(node.attribute)
+            if attribute.type == AttributeProto.INT:
+                attribute.i = pick(LIMITS)
+            elif attribute.type == AttributeProto.INTS and attribute.ints:
+                attribute.ints[int(draw.integers(len(attribute.ints)))] = pick(LIMITS)
+        elif kind in (4, 5) and integers:
+            tensor = pick(integers)
+            array = numpy_helper.to_array(tensor).copy()
+            array.reshape(-1)[:1] = pick(LIMITS)
+            toy.replace(model, tensor.name, numpy_helper.from_array(array))
+        elif kind == 6 and (tensor := pick(graph.initializer)).dims:
+            tensor.dims[0] = pick(LIMITS)
+        elif kind == 7 and (axes := pick([*graph.input, *graph.output]).type.tensor_type.shape.dim):
+            pick(axes).dim_value = pick(LIMITS)
+        elif kind == 8:
+            pick(graph.input).type.tensor_type.elem_type = int(draw.integers(30))
+        elif kind == 9:
+            del node.input[-1:]
+    return model.SerializeToString()
+
+
+def attempt(source, out, limit) -> bool:
+    """Whether the source was converted; what was refused left nothing behind."""
+    limit(60)
+    try:
+        convert(source, "model.onnx", out, progress=False)
+    except ConvertError as error:
+        assert error.found
+        assert not out.exists()
+        assert not list(out.parent.glob(".*"))
+        return False
+    finally:
+        limit(0)
+    return True
+
+
+@pytest.mark.parametrize("change", [flipped, rewired])
+def test_a_changed_toy_is_refused_or_converted_right(change, tmp_path, limit):
+    source = toy.write(tmp_path / "source", toy.decoder())
+    whole = (source / "model.onnx").read_bytes()
+    converted, agreed = 0, 0
+    for seed in range(100):
+        out = tmp_path / f"out{seed}"
+        (source / "model.onnx").write_bytes(change(whole, np.random.default_rng(seed)))
+        if not attempt(source, out, limit):
+            continue
+        converted += 1
+        try:
+            wanted = toy.expected(source / "model.onnx", IDS)
+        except Exception:
+            continue  # onnxruntime is stricter about declared types and sizes
+        agreed += 1
+        found = toy.found(out, IDS)
+        assert (np.isfinite(found) == np.isfinite(wanted)).all(), seed
+        spread = np.ptp(wanted[np.isfinite(wanted)])
+        np.testing.assert_allclose(found, wanted, atol=1e-3 * spread, err_msg=str(seed))
+    assert 100 > converted >= agreed >= 5
+
+
+@pytest.mark.parametrize("change", [flipped, rewired])
+def test_a_changed_file_of_the_model_builder_is_refused_or_converted(change, tmp_path, limit):
+    """A graph of com.microsoft operators over external data."""
+    source = tmp_path / "source"
+    shutil.copytree(FIXTURES / "llama_genai", source)
+    whole = (source / "model.onnx").read_bytes()
+    outcomes = set()
+    for seed in range(30):
+        (source / "model.onnx").write_bytes(change(whole, np.random.default_rng(seed)))
+        outcomes.add(attempt(source, tmp_path / f"out{seed}", limit))
+    assert outcomes == {True, False}
+
+
+GATHER = {"an index past the end": 2**25 + 2, "an index before the beginning": -5, "an index of 64 bits": 2**40}
+
+
+@pytest.mark.parametrize("what", GATHER)
+def test_an_index_into_a_shape_is_checked_before_it_is_read(what, tmp_path, limit):
+    """MLX reads whatever memory lies there, or ends the process."""
+    model = toy.decoder()
+    toy.replace(model, "two", numpy_helper.from_array(np.array(GATHER[what])))
+    with pytest.raises(ConvertError, match="indices from") as error:
+        convert(toy.write(tmp_path / "s", model), "model.onnx", tmp_path / "out", progress=False)
+    assert "Gather" in error.value.node
+
+
+@pytest.mark.parametrize("ids", [[[3, toy.VOCAB]], [[3, -toy.VOCAB - 1]], [[3, 2**31]]])
+def test_constant_ids_outside_a_table_are_refused(ids, tmp_path):
+    model = toy.decoder()
+    toy.node(model, "embedded").input[1] = "ids"
+    model.graph.initializer.append(numpy_helper.from_array(np.array(ids), "ids"))
+    with pytest.raises(ConvertError, match="indices from"):
+        convert(toy.write(tmp_path / "s", model), "model.onnx", tmp_path / "out", progress=False)
+
+
+@pytest.mark.parametrize("start", [-(2**26), -(2**31), -(2**62)])
+def test_a_range_that_would_fill_memory_is_refused(start, tmp_path, limit):
+    model = toy.decoder()
+    toy.replace(model, "zero0", numpy_helper.from_array(np.array(start)))
+    with pytest.raises(ConvertError, match="a range of") as error:
+        convert(toy.write(tmp_path / "s", model), "model.onnx", tmp_path / "out", progress=False)
+    assert "Range" in error.value.node
+
+
+@pytest.mark.parametrize("trips", [None, 2**62])
+def test_a_loop_without_end_is_refused(trips, tmp_path, limit):
+    body = onnx.helper.make_graph(
+        [onnx.helper.make_node("Identity", ["go"], ["on"])], "body",
+        [onnx.helper.make_tensor_value_info("i", TensorProto.INT64, []), onnx.helper.make_tensor_value_info("go", TensorProto.BOOL, [])],
+        [onnx.helper.make_tensor_value_info("on", TensorProto.BOOL, []), onnx.helper.make_tensor_value_info("i", TensorProto.INT64, [])],
+    )  # fmt: skip
+    model = toy.decoder()
+    for name, value in (("true", True), ("trips", trips or 1)):
+        model.graph.initializer.append(numpy_helper.from_array(np.array(value), name))
+    for node in (
+        onnx.helper.make_node("Loop", ["trips" if trips else "", "true"], ["turns"], body=body, name="endless"),
+        onnx.helper.make_node("ReduceMax", ["turns"], ["most"], keepdims=0),
+        onnx.helper.make_node("Cast", ["most"], ["bias"], to=TensorProto.FLOAT),
+    ):
+        model.graph.node.insert(len(model.graph.node) - 1, node)
+    toy.node(model, "logits").input[1] = "bias"
+    limit(60)
+    with pytest.raises(ConvertError, match="a loop that goes on") as error:
+        convert(toy.write(tmp_path / "s", model), "model.onnx", tmp_path / "out", progress=False)
+    assert error.value.node == "Loop-1 'endless'"
+
+
+@pytest.mark.parametrize("size", [2**31 - 1, 2**40, 2**62])
+@pytest.mark.parametrize("op", ["Expand", "ConstantOfShape", "Tile", "Pad"])
+def test_constants_that_would_fill_memory_are_refused(op, size, tmp_path, limit):
+    model = toy.decoder()
+    shape = {"Tile": [size], "Pad": [size, size]}.get(op, [size, 4, toy.VOCAB])
+    model.graph.initializer.append(numpy_helper.from_array(np.array(shape), "large"))
+    inputs = {"ConstantOfShape": ["large"]}.get(op, ["head.bias", "large"])
+    for node in (onnx.helper.make_node(op, inputs, ["huge"]), onnx.helper.make_node("ReduceMax", ["huge"], ["most"], keepdims=0)):
+        model.graph.node.insert(len(model.graph.node) - 1, node)
+    toy.node(model, "logits").input[1] = "most"
+    with pytest.raises(ConvertError) as error:
+        convert(toy.write(tmp_path / "s", model), "model.onnx", tmp_path / "out", progress=False)
+    assert error.value.node.startswith(op)

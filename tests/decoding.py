@@ -1,0 +1,90 @@
+"""Decoders for the tests: graphs as they are, and greedy decoding without the generation loop."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import FIXTURES, golden
+
+from converters import convert as convert_file
+from converters.convert import convert
+from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.model import load_folder
+from mlx_transmuter.module import Module
+
+
+@functools.cache
+def plain(name: str) -> Module:
+    """The fixture's module with past and present as the graph has them, not over pools."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
+        patch.setattr(convert_file, "OVER_POOLS", ())
+        module = load_folder(convert(FIXTURES / name, "model.onnx", Path(place) / name, progress=False)).decoder
+        mx.eval(module.parameters())
+    assert not any(value.name == "index" for value in module.program.inputs)
+    return module
+
+
+def rows_of(name: str) -> list[dict]:
+    return golden(name)["rows"]
+
+
+def powers(length: int) -> list[int]:
+    """The parts of a prompt: powers of two, the largest first."""
+    return [1 << i for i in range(length.bit_length() - 1, -1, -1) if length >> i & 1]
+
+
+def prefill(run, prompts: list[list[int]]) -> np.ndarray:
+    """The logits [rows, vocab] after each prompt."""
+    last, start = None, 0
+    for part in powers(max(map(len, prompts))):
+        pieces = [prompt[start : start + part] for prompt in prompts]
+        counts = [len(piece) for piece in pieces]
+        logits = run.step(np.array([piece + [0] * (part - len(piece)) for piece in pieces], np.int32), counts)
+        run.evaluate(logits)
+        found = np.array(logits)
+        last = found.copy() if last is None else last
+        for row, count in enumerate(counts):
+            if count:
+                last[row] = found[row]
+        start += part
+    assert last is not None
+    return last
+
+
+def greedy(run, prompts: list[list[int]], new: list[int]) -> list[list[int]]:
+    """`new[r]` tokens after each prompt, the likeliest each time."""
+    logits = prefill(run, prompts)
+    texts: list[list[int]] = [[] for _ in prompts]
+    while True:
+        for row, text in enumerate(texts):
+            if len(text) < new[row]:
+                text.append(int(logits[row].argmax()))
+        counts = [int(len(text) < count) for text, count in zip(texts, new, strict=True)]
+        if not any(counts):
+            return texts
+        step = run.step(np.array([[text[-1] if text else 0] for text in texts], np.int32), counts)
+        run.evaluate(step)
+        logits = np.where(np.array(counts)[:, None] > 0, np.array(step), logits)
+
+
+def decoded(decoder: Decoder, rows: list[dict], **pages) -> list[list[int]]:
+    """The tokens after the rows' prompts, as many as their goldens have, group by group."""
+    texts: list[list[int]] = [[] for _ in rows]
+    for group in decoder.groups([len(row["prompt"]) for row in rows]):
+        prompts = [row["prompt"] if i in group else [] for i, row in enumerate(rows)]
+        new = [len(row["tokens"]) if i in group else 0 for i, row in enumerate(rows)]
+        run = decoder.begin([len(prompt) + count for prompt, count in zip(prompts, new, strict=True)], **pages)
+        for i, text in enumerate(greedy(run, prompts, new)):
+            texts[i] += text
+        assert run.copies == 0
+        run.close()
+    return texts
+
+
+def tokens_of(rows: list[dict]) -> list[list[int]]:
+    return [row["tokens"] for row in rows]

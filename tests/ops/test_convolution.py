@@ -1,0 +1,108 @@
+"""Convolutions and pools against onnxruntime: one to three dimensions, groups, dilations, padding of every kind."""
+
+import numpy as np
+import pytest
+from onnxruntime_node import check, expected
+
+rng = np.random.default_rng(0)
+
+
+def floats(*shape):
+    return rng.normal(size=shape).astype(np.float32)
+
+
+def onnx(kind, inputs, attrs, outputs=("y",), opset=21, tolerance=1e-5):
+    check(kind, inputs, attrs, outputs, domain="ai.onnx", opset=opset, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("group", [1, 2])
+def test_conv(rank, group):
+    space, kernel = (7, 6, 5)[:rank], (3, 2, 2)[:rank]
+    x, w, bias = floats(2, 4, *space), floats(6, 4 // group, *kernel), floats(6)
+    for more in (
+        {},
+        {"pads": [1, 0, 2][:rank] + [2, 1, 0][:rank]},
+        {"strides": [2, 1, 2][:rank], "dilations": [2, 1, 1][:rank], "pads": [2] * (2 * rank)},
+        {"auto_pad": "SAME_UPPER", "strides": [2] * rank},
+        {"auto_pad": "SAME_LOWER"},
+        {"auto_pad": "VALID", "strides": [3] * rank},
+    ):
+        onnx("Conv", [x, w, bias], {"group": group, "kernel_shape": list(kernel), **more})
+
+
+def test_depthwise_conv():
+    onnx("Conv", [floats(1, 6, 9), floats(6, 1, 3)], {"group": 6, "pads": [2, 0]})
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("group", [1, 2])
+def test_conv_transpose(rank, group):
+    space, kernel = (4, 3, 3)[:rank], (3, 2, 2)[:rank]
+    x, w, bias = floats(2, 4, *space), floats(4, 3, *kernel), floats(3 * group)
+    for more in (
+        {},
+        {"pads": [1, 0, 1][:rank] + [0, 1, 1][:rank]},
+        {"strides": [2, 3, 2][:rank], "output_padding": [1, 0, 1][:rank]},
+        {"strides": [2] * rank, "dilations": [2, 1, 2][:rank]},
+        {"strides": [2] * rank, "auto_pad": "SAME_UPPER"},
+        {"strides": [2] * rank, "auto_pad": "SAME_LOWER"},
+        {"strides": [3] * rank, "output_shape": [12, 9, 8][:rank]},
+        {"pads": [3, 1, 1][:rank] + [2, 1, 1][:rank]} if rank == 1 else {},
+    ):
+        onnx("ConvTranspose", [x, w, bias], {"group": group, **more})
+
+
+POOLS = [
+    {"kernel_shape": [3, 2]},
+    {"kernel_shape": [2, 3], "strides": [2, 2], "pads": [1, 1, 0, 1]},
+    {"kernel_shape": [3, 3], "strides": [2, 2], "ceil_mode": 1},
+    {"kernel_shape": [2, 2], "strides": [3, 3], "ceil_mode": 1, "pads": [1, 1, 1, 1]},
+    {"kernel_shape": [3, 3], "strides": [2, 2], "auto_pad": "SAME_UPPER"},
+    {"kernel_shape": [2, 2], "auto_pad": "SAME_LOWER"},
+    {"kernel_shape": [2, 2], "dilations": [2, 3]},
+]
+
+
+@pytest.mark.parametrize("attrs", POOLS)
+def test_max_pool(attrs):
+    x = floats(2, 3, 7, 8)
+    for storage_order in (0, 1):
+        names = ("y", "places")
+        onnx("MaxPool", [x], attrs | {"storage_order": storage_order}, names, opset=12)
+    onnx("MaxPool", [rng.integers(-128, 128, (1, 2, 7, 8)).astype(np.int8)], attrs, opset=12)
+
+
+@pytest.mark.parametrize("attrs", POOLS)
+@pytest.mark.parametrize("count_include_pad", [0, 1])
+def test_average_pool(attrs, count_include_pad):
+    onnx("AveragePool", [floats(2, 3, 7, 8)], attrs | {"count_include_pad": count_include_pad}, opset=19)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_lp_pool(p):
+    for attrs in POOLS[:2] + POOLS[4:6]:
+        onnx("LpPool", [floats(2, 3, 7, 8)], attrs | {"p": p}, opset=18)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_pools_of_other_ranks(rank):
+    x = floats(2, 3, *(6, 5, 4)[:rank])
+    attrs = {"kernel_shape": [2] * rank, "strides": [2] * rank}
+    onnx("MaxPool", [x], attrs, ("y", "places"))
+    onnx("AveragePool", [x], attrs)
+    for kind in ("GlobalMaxPool", "GlobalAveragePool", "GlobalLpPool"):
+        onnx(kind, [x], {})
+
+
+def test_unpooling():
+    x = floats(1, 2, 4, 6)
+    attrs = {"kernel_shape": [2, 2], "strides": [2, 2]}
+    y, places = expected("MaxPool", [x], attrs, ("y", "places"), "ai.onnx")
+    onnx("MaxUnpool", [y, places], attrs)
+
+
+def test_images_from_columns():
+    attrs = {"strides": [2, 1], "dilations": [1, 2], "pads": [1, 0, 1, 2]}
+    x = floats(2, 3 * 4, 15)
+    onnx("Col2Im", [x, np.array([5, 5]), np.array([2, 2])], attrs)

@@ -1,0 +1,198 @@
+"""The arrows between the rooms: what each may import. This table is their documentation."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("mlx_transmuter", "converters")
+
+# Room -> the rooms that it may import, itself aside. Everything points one way:
+# program <- ops <- module <- decoder <- generation <- tasks <- cli, with cache and tokenizer on their own.
+ARROWS: dict[str, set[str]] = {
+    "program": set(),
+    "cache": set(),
+    "tokenizer": set(),
+    "ops": {"program", "cache"},
+    "signature": {"program"},
+    "weights": {"program"},
+    "module": {"program", "ops"},
+    "model": {"program", "signature", "weights", "module", "tokenizer"},
+    "decoder": {"program", "cache", "ops", "signature", "module"},
+    "generation": {"program", "cache", "ops", "signature", "module", "decoder", "model"},
+    "hub": {"program", "model", "converters"},
+    "tasks": {"program", "tokenizer", "model", "generation"},
+    "cli": {"program", "tokenizer", "model", "generation", "tasks", "hub"},
+    "converters": {
+        "program", "cache", "tokenizer", "ops", "signature", "weights", "module", "model", "decoder", "hub"
+    },
+    # What a user imports: the names of all of them.
+    "__init__": {"generation", "hub", "model", "tasks"},
+    "__main__": {"cli"},
+}  # fmt: skip
+
+# What comes from outside and where: anything else is a dependency that pyproject.toml doesn't name, or one in a wrong room.
+OUTSIDE = {
+    "mlx": {"ops", "cache", "module", "weights", "decoder", "generation", "tasks", "cli", "converters"},
+    "numpy": {"program", "ops", "cache", "module", "decoder", "generation", "tasks", "hub", "converters"},
+    "onnx": {"converters"},
+    "google": {"converters"},
+    "tqdm": {"converters"},
+    "tokenizers": {"tokenizer"},
+    "jinja2": {"tokenizer"},
+    "huggingface_hub": {"hub"},
+}
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def room(parts: tuple[str, ...]) -> str:
+    """The room of a module's dotted parts: `mlx_transmuter.ops.shaping` is in ops."""
+    return parts[1] if parts[0] == "mlx_transmuter" and len(parts) > 1 else "__init__" if parts[0] == "mlx_transmuter" else parts[0]
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+    """Each import of a tree, and the dotted name of what it takes, names of `from` imports included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"a relative import in line {node.lineno}"
+            yield from ((node, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def inside_a_function(tree: ast.AST, wanted: ast.stmt) -> bool:
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    return any(wanted in ast.walk(function) for function in functions)
+
+
+def of_typing(tree: ast.AST, wanted: ast.stmt) -> bool:
+    """Whether an import is under `if TYPE_CHECKING:`, which no run executes."""
+    guards = (node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+    return any(wanted in ast.walk(guard) for guard in guards)
+
+
+def violations(path: Path, text: str) -> list[str]:
+    """What a file of a room imports that it may not."""
+    tree = ast.parse(text)
+    own = room(path.relative_to(ROOT).with_suffix("").parts)
+    found = []
+    for node, name in imports(tree):
+        parts = tuple(name.split("."))
+        where = f"{path.relative_to(ROOT)}:{node.lineno}: {own} imports {name}"
+        if parts[0] in PACKAGES:
+            other = room(parts)
+            # `from mlx_transmuter import ops` names a room, `from mlx_transmuter import __version__` the package itself.
+            if other not in ARROWS:
+                other = "__init__"
+            if other not in (own, "__init__") and other not in ARROWS[own]:
+                found.append(where)
+            if other == "converters" and own != "converters" and not inside_a_function(tree, node):
+                found.append(f"{where} outside a function")
+        elif parts[0] in OUTSIDE and own not in OUTSIDE[parts[0]] and not of_typing(tree, node):
+            found.append(where)
+    return found
+
+
+def test_every_room_is_in_the_table():
+    rooms = {room(path.relative_to(ROOT).with_suffix("").parts) for path in sources(*PACKAGES)}
+    assert rooms == set(ARROWS)
+
+
+@pytest.mark.parametrize("name", ARROWS)
+def test_a_room_imports_only_what_the_table_allows(name):
+    own = [path for path in sources(*PACKAGES) if room(path.relative_to(ROOT).with_suffix("").parts) == name]
+    assert own
+    assert [problem for path in own for problem in violations(path, path.read_text())] == []
+
+
+def test_the_arrows_make_no_circle():
+    """Converters aside, which hub reaches inside a function only."""
+    left, done = {name: ways - {"converters"} for name, ways in ARROWS.items()}, set()
+    while ready := [name for name, ways in left.items() if ways <= done]:
+        done.update(ready)
+        left = {name: ways for name, ways in left.items() if name not in done}
+    assert not left
+
+
+def test_the_check_sees_what_it_should():
+    wrong = {
+        "mlx_transmuter/program.py": ["import mlx_transmuter.ops", "from mlx_transmuter import module", "import mlx.core as mx"],
+        "mlx_transmuter/ops/shaping.py": ["from mlx_transmuter.module import Module", "import onnx"],
+        "mlx_transmuter/cache/index.py": ["from mlx_transmuter.program import Program", "from mlx_transmuter import ops"],
+        "mlx_transmuter/generation/loop.py": ["from mlx_transmuter.tasks import text", "def f():\n    import mlx_transmuter.cli"],
+        "mlx_transmuter/hub.py": ["from converters.convert import convert", "import onnx"],
+        "mlx_transmuter/model.py": ["def f():\n    from converters.read import read"],
+    }
+    for path, texts in wrong.items():
+        for text in texts:
+            assert violations(ROOT / path, text), (path, text)
+    assert not violations(ROOT / "mlx_transmuter/hub.py", "def f():\n    from converters.convert import convert")
+    assert not violations(ROOT / "mlx_transmuter/decoder.py", "from mlx_transmuter import ops\nfrom mlx_transmuter.cache import Pools")
+
+
+def test_annotations_of_operators_are_no_strings():
+    """The registry reads them, and `from __future__ import annotations` would make text of `Host`."""
+    for path in sources("mlx_transmuter/ops"):
+        assert "annotations" not in [alias.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) and node.module == "__future__" for alias in node.names], path
+    assert sources("mlx_transmuter/ops")
+
+
+def test_only_the_pools_change_arrays_in_place():
+    """`a[i] = v` changes the caller's array where `a` is one of MLX; here values of MLX are only ever made anew."""
+    allowed = {"pool.py", "storage.py"}
+    for path in sources("mlx_transmuter/ops", "mlx_transmuter/cache"):
+        if path.name in allowed:
+            continue
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+            for target in targets:
+                if isinstance(target, ast.Subscript):
+                    assert _of_numpy_or_python(tree, target), f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(target)}"
+
+
+def _of_numpy_or_python(tree: ast.AST, target: ast.Subscript) -> bool:
+    """Whether the name that is written into was made by numpy, or as a list, dict or set, in this file."""
+    name = ast.unparse(target.value)
+    made = [
+        ast.unparse(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None
+        and name in [ast.unparse(one) for one in (node.targets if isinstance(node, ast.Assign) else [node.target])]
+    ]  # fmt: skip
+    looped = [ast.unparse(node.iter) for node in ast.walk(tree) if isinstance(node, ast.For) and name in ast.unparse(node.target)]
+    python = ("[", "{", "list(", "dict(", "np.", "sorted(")
+    return name.startswith(("self._", "OPERATORS", "_")) or any(text.startswith(python) or "np." in text for text in made) or bool(looped)
+
+
+def test_no_file_is_longer_than_500_lines():
+    long = {str(path.relative_to(ROOT)): count for path in sources(*PACKAGES, "tests", "scripts") if (count := len(path.read_text().splitlines())) > 500}
+    assert not long
+
+
+def test_every_file_says_what_it_is_for_in_its_first_line():
+    for path in sources(*PACKAGES, "tests", "scripts"):
+        text = path.read_text()
+        assert text.startswith('"""'), path
+        first = text.splitlines()[0]
+        assert first.count('"""') == 2 or first[3:4].isalpha(), path
+
+
+def test_nothing_that_runs_code_is_called():
+    """A model's files are data: nothing here evaluates text, unpickles, or starts a process."""
+    forbidden = {"eval", "exec", "compile", "__import__", "breakpoint"}
+    modules = {"pickle", "marshal", "shelve", "subprocess", "ctypes"}
+    for path in sources(*PACKAGES):
+        tree = ast.parse(path.read_text())
+        calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        taken = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        assert not calls & forbidden - own - taken, path
+        assert not {name.split(".")[0] for _, name in imports(tree)} & modules, path

@@ -1,0 +1,242 @@
+"""Steps: how many are compiled, evaluated and read, what they are made of, and the memory that they take."""
+
+from __future__ import annotations
+
+import gc
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from decoding import decoded, plain, powers, prefill, rows_of, tokens_of
+from mlx.utils import tree_flatten, tree_map
+
+from mlx_transmuter import generation
+from mlx_transmuter.decoder import Decoder
+
+
+# Compilations.
+
+
+def bucket(length: int) -> int:
+    size = 64
+    while size < length:
+        size *= 2
+    return size
+
+
+@pytest.mark.usefixtures("compiling")
+def test_prompts_of_all_lengths_share_a_few_compiled_steps(loaded, monkeypatch):
+    """A step is compiled per length (a power of two), context bucket and size of the rows' runs; and none is traced again."""
+    traced, real = [], mx.compile
+
+    def counting(function, *args, **options):
+        def tracing(*inputs):
+            traced.append(function)
+            return function(*inputs)
+
+        return real(tracing, *args, **options)
+
+    monkeypatch.setattr(mx, "compile", counting)
+    new = 3
+    ctx = generation.context(loaded("llama"), max_new_tokens=new, do_sample=False, eos_token_id=[])
+    gen = generation.compile(ctx, 1)
+    wanted = set()
+    for length in range(1, 101):
+        steps, end = [*powers(length), *[1] * (new - 1)], 0
+        for part in steps:
+            end += part
+            wanted.add((part, bucket(end), bucket(length + new)))
+        (tokens,) = generation.generate(gen, [[3 + i % 40 for i in range(length)]], [0])
+        assert len(tokens) == new
+    # 7 lengths, over 64 columns of rows of 64 or of 128 slots, and over 128 columns.
+    assert len(wanted) <= 7 * 3
+    assert gen.decoder.compilations == len(wanted)
+    assert sum("_pooled" in function.__qualname__ for function in traced) == len(wanted)
+    again = len(traced)
+    generation.generate(gen, [[9] * 77], [0])
+    assert len(traced) == again
+
+
+@pytest.mark.parametrize(("name", "mode"), [("llama", None), ("llama_genai", "in_place")])
+def test_compiled_and_eager_steps_agree(name, mode, loaded, compiling):
+    module = loaded(name).decoder if mode is None else plain(name)
+    prompts = [row["prompt"] for row in rows_of(name)]
+    compiled = prefill(Decoder(module, 3, mode=mode).begin([40] * 3), prompts)
+    mx.disable_compile()
+    eager = prefill(Decoder(module, 3, mode=mode).begin([40] * 3), prompts)
+    assert np.abs(compiled - eager).max() <= 1e-5 * np.ptp(eager)
+
+
+@pytest.mark.usefixtures("compiling")
+def test_compiled_steps_give_the_tokens_of_the_reference(loaded):
+    rows = rows_of("llama")
+    assert decoded(Decoder(loaded("llama").decoder, 3), rows, paged=True, block=3) == tokens_of(rows)
+
+
+# Evaluations.
+
+CONVERSIONS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__array__", "__iter__")
+
+
+@pytest.mark.usefixtures("compiling")
+def test_a_step_is_one_evaluation_and_reads_one_array(loaded, monkeypatch):
+    ctx = generation.context(loaded("llama"), max_new_tokens=9, do_sample=False, eos_token_id=[], token_logprobs=True)
+    gen = generation.compile(ctx, 3)
+    prompts = [[5, 6, 7], [9] * 11, [8] * 29]
+    generation.generate(gen, prompts, [0] * 3)  # what is known while a step is traced is computed then, once
+    evaluations, reads = [], []
+
+    def counting(evaluate):
+        def count(*arrays):
+            evaluations.append(len(arrays))
+            return evaluate(*arrays)
+
+        return count
+
+    for name in ("eval", "async_eval"):
+        monkeypatch.setattr(mx, name, counting(getattr(mx, name)))
+
+    def reading(convert_):
+        def read(value, *args, **options):
+            if isinstance(value, mx.array):
+                reads.append(value)
+            return convert_(value, *args, **options)
+
+        return read
+
+    for name in ("array", "asarray"):
+        monkeypatch.setattr(np, name, reading(getattr(np, name)))
+    for name in CONVERSIONS:
+        monkeypatch.setattr(mx.array, name, reading(getattr(mx.array, name)), raising=False)
+    rows = generation.generate(gen, prompts, [0] * 3)
+    monkeypatch.undo()
+    assert [len(row) for row in rows] == [9, 9, 9]
+    parts = len(powers(29))
+    assert len(evaluations) == parts + 9
+    assert len(reads) == 9
+    assert {(value.dtype, value.shape[0]) for value in reads} == {(mx.int32, 3)}
+
+
+# What a step is made of.
+
+# Operations that only the CPU has, with MLX's words for it or what the source says.
+CPU_ONLY = {
+    **dict.fromkeys(("Inverse", "Cholesky", "SVD", "Eigh", "Eig", "LUF", "QRF"), "linear algebra has no Metal kernel"),
+    "Load": "reads a file",
+}
+WIDE = (mx.float64, mx.int64, mx.uint64, mx.complex64)
+MOST_INDEX_ARRAYS = 20
+
+
+def lacking(function, *args) -> list[str]:
+    """What Metal lacks among the operations of a function of arrays: empty for one that runs there."""
+    given_arrays = [leaf for _, leaf in tree_flatten(list(args)) if isinstance(leaf, mx.array)]
+
+    def flat(*arrays):
+        left = iter(arrays)
+        found = function(*tree_map(lambda leaf: next(left) if isinstance(leaf, mx.array) else leaf, list(args)))
+        return tuple(leaf for _, leaf in tree_flatten(found) if isinstance(leaf, mx.array))
+
+    parts: list[dict] = []
+    mx.export_function(parts.append, flat, *given_arrays)
+    problems, count = [], 0
+    for part in parts:
+        if part["type"] == "constants":
+            problems += [f"a constant of {array.dtype}" for _, array in part["constants"] if array.dtype in WIDE]
+        if part["type"] != "primitive":
+            continue
+        count += 1
+        name, given, made = part["name"], [i[2] for i in part["inputs"]], [o[2] for o in part["outputs"]]
+        problems += [f"{name} of {dtype}" for dtype in (*given, *made) if dtype in WIDE]
+        if name in CPU_ONLY:
+            problems.append(f"{name}: {CPU_ONLY[name]}")
+        if name in ("Gather", "Scatter") and len(given) > MOST_INDEX_ARRAYS:
+            problems.append(f"{name} with {len(given)} arrays")
+    assert count
+    return problems
+
+
+def test_the_walk_finds_what_metal_lacks():
+    x, ids = mx.ones((4, 4)), mx.zeros((4, 4), mx.int32)
+    assert lacking(lambda x: mx.softmax(x @ x) + 1, x) == []
+    assert lacking(lambda x: mx.linalg.inv(x, stream=mx.cpu) + x, x) != []
+    assert lacking(lambda x: x.astype(mx.float64) * 2, x) != []
+    assert lacking(lambda i: mx.zeros((9,), mx.int64).at[i].add(1), ids) != []
+    assert lacking(lambda i: i + mx.array(3, mx.int64), ids) != []
+    with pytest.raises(ValueError, match="floating"):  # MLX itself makes no integer product
+        lacking(mx.matmul, ids, ids)
+
+
+STEPS = [("llama", True), ("gemma2", True), ("gpt2_ort", True), ("llama_q4", True), ("llama_genai", True), ("llama", False), ("bloom", False)]
+
+
+@pytest.mark.parametrize(("name", "pooled"), STEPS)
+def test_a_step_holds_nothing_that_metal_lacks(name, pooled, loaded, monkeypatch):
+    """Every function that a generation compiles: parts of the prompt, steps, writes, the choice of tokens."""
+    model = loaded(name)
+    if not pooled:
+        model = type(model)(plain(name), model.config, model.generation_config)
+    calls: dict[int, tuple] = {}
+
+    def watching(function, *args, **options):
+        def call(*inputs):
+            # Zeros in their place: who holds a pool makes a step copy it.
+            likes = tree_map(lambda leaf: mx.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, mx.array) else leaf, list(inputs))
+            calls.setdefault(id(function), (function, likes))
+            return function(*inputs)
+
+        return call
+
+    monkeypatch.setattr(mx, "compile", watching)
+    settings = {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.9, "repetition_penalty": 1.2}
+    ctx = generation.context(model, max_new_tokens=3, eos_token_id=[], token_logprobs=True, **settings)
+    generation.generate(generation.compile(ctx, 2), [[5, 6, 7], [9] * 11], [0, 1])
+    names = {function.__qualname__ for function, _ in calls.values()}
+    assert len(names) >= 2, names
+    for function, inputs in calls.values():
+        assert lacking(function, *inputs) == [], function.__qualname__
+
+
+# Memory.
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "pages"),
+    [("llama", None, {}), ("llama", None, {"paged": True}), ("llama", "append", {}), ("llama_genai", "in_place", {}), ("llama_genai", None, {})],
+    ids=str,
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_copies_no_pool(name, mode, pages, compiled, loaded, request):
+    """Peak memory of a step is far below one pool, and the same from step to step."""
+    if compiled:
+        request.getfixturevalue("compiling")
+    decoder = Decoder(loaded(name).decoder if mode is None else plain(name), 1, mode=mode, max_positions=2**20)
+    run = decoder.begin([2**15], **pages)
+    sizes = [pool.nbytes for pool in run.pools.arrays]
+    prefill(run, [[5, 6, 7, 8]])
+    peaks = []
+    for token in range(12):
+        gc.collect()
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        logits = run.step(np.array([[token]], np.int32), [1])
+        run.evaluate(logits)
+        peaks.append(mx.get_peak_memory() - before)
+    assert sum(sizes) > 2**22
+    assert max(peaks) < min(sizes) / 2, (peaks, sizes)
+    assert max(peaks[6:]) <= max(peaks[:6]) + 2**16  # which of a step's small arrays live at once varies
+
+
+def test_memory_is_given_back_when_a_run_closes(loaded):
+    decoder = Decoder(loaded("llama").decoder, 1, max_positions=2**20)
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    run = decoder.begin([2**15])
+    prefill(run, [[5, 6, 7]])
+    held = mx.get_active_memory() - before
+    run.close()
+    gc.collect()
+    assert held > 2**22
+    assert mx.get_active_memory() - before < held / 20
