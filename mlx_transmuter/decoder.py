@@ -61,7 +61,7 @@ class Decoder:
         self.signature = Signature.of(program)
         said, most = program.meta.get("cache_mode"), program.meta.get("max_positions")
         self.mode: Mode = mode or (said if said in MODES else declared_mode(program, self.signature))
-        self.max_positions: int | None = max_positions or (most if isinstance(most, int) and most > 0 else None)
+        self.max_positions: int | None = max_positions or (most if isinstance(most, int) and 0 < most < 2**31 else None)
         self.vocab = self.signature.vocab
         self.compilations = 0
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -376,7 +376,7 @@ def _over_pools(decoder, pools, tokens, index, block, ends, place, given):
         feed[ENDS] = ends
     feed |= {entry.past: pool for entry, pool in zip(signature.entries, pools, strict=True)}
     given_back = module(**feed)
-    return given_back[signature.logits], [given_back[entry.present] for entry in signature.entries]
+    return _logits(decoder, given_back), [given_back[entry.present] for entry in signature.entries]
 
 
 def _positions(decoder: Decoder, place: mx.array, rows: int, seq: int) -> mx.array:
@@ -385,6 +385,14 @@ def _positions(decoder: Decoder, place: mx.array, rows: int, seq: int) -> mx.arr
         place = mx.minimum(place, decoder.max_positions - 1)  # of padding; a table ends there
     axes = decoder.signature.position_axes
     return mx.broadcast_to(place, (axes, rows, seq)) if axes and place.ndim == 2 else place
+
+
+def _logits(decoder: Decoder, given_back: Mapping[str, mx.array]) -> mx.array:
+    """The logits [rows, tokens, vocab]. Raises DecoderError for others than the graph declares."""
+    logits = given_back[decoder.signature.logits]
+    if logits.ndim != 3 or logits.shape[2] != decoder.vocab:
+        raise DecoderError(f"logits of shape {list(logits.shape)}", f"[rows, tokens, {decoder.vocab}], as declared")
+    return logits
 
 
 def _at(logits: mx.array, ends: mx.array) -> mx.array:
@@ -419,8 +427,7 @@ def _step(decoder: Decoder, mode: Callable[..., Any], seq: int, context: int, bl
             feed[signature.keep] = np.zeros([1] * len(shape), np.int64)
         feed |= {entry.past: array for entry, array in zip(signature.entries, past, strict=True)}
         given_back = module(**feed)
-        logits = given_back[signature.logits]
-        logits = _at(logits, mx.maximum(counts - 1, 0))
+        logits = _at(_logits(decoder, given_back), mx.maximum(counts - 1, 0))
         news = [
             fresh(given_back[entry.present].transpose(entry.order).reshape(rows * entry.heads, -1, entry.dim), entry)
             for entry in signature.entries

@@ -11,14 +11,14 @@ TARGET = Path(__file__).parent.parent / "docs" / "operators.md"
 HEAD = """# Operators
 
 Written by `scripts/list_ops.py` from the registry. A form holds from the opset in its name until the next form of its
-operator. *versions*: those of ONNX's schema that the form serves. *host*: it runs while a step is traced, on values that are
-known then, and leaves nothing in the step; *device*: it runs in the step (or on the host too, where all that it reads is
-known). *known*: the inputs that must be known while a step is traced: shapes, axes and constants are.
+operator. *versions*: those of ONNX's schema that the form serves. *host*: it runs while a step is traced, on values
+that are known then, and leaves nothing in the step; *device*: it runs in the step (or on the host too, where all that
+it reads is known). *known*: the inputs that must be known while a step is traced: shapes, axes and constants are.
 
 Operators of ONNX that are not here but whose schema has a function body (CenterCropPad, SequenceMap,
 SoftmaxCrossEntropyLoss) are expanded into it when a file is read. Left out are those of strings (StringConcat,
-StringNormalizer, StringSplit, RegexFullMatch) and ImageDecoder, for which MLX has no arrays and no codec, ai.onnx.ml and
-ai.onnx.preview.training.
+StringNormalizer, StringSplit, RegexFullMatch) and ImageDecoder, for which MLX has no arrays and no codec, ai.onnx.ml
+and ai.onnx.preview.training.
 """
 DOMAINS = {"": "ONNX", "com.microsoft": "com.microsoft (onnxruntime's)", "mlx": "This project's own, made by rewrites"}
 

@@ -18,9 +18,9 @@ from exclusions import EXCLUDED, exclusion  # noqa: E402
 
 HEAD = """# ONNX's node cases
 
-Written by `scripts/onnx_backend.py` from the node cases of onnx {version}. Each case is read, saved as a folder, loaded and
-called on MLX, once with its inputs on the device and once with all of them known on the host, and compared within the case's
-own tolerance; integers must be equal. An excluded case has a reason and ends in an error that says it.
+Written by `scripts/onnx_backend.py` from the node cases of onnx {version}. Each case is read, saved as a folder, loaded
+and called on MLX, once with its inputs on the device and once with all of them known on the host, and compared within
+the case's own tolerance; integers must be equal. An excluded case has a reason and ends in an error that says it.
 
 **{passed} of {total} passed, {failed} failed, {excluded} excluded.**
 

@@ -13,7 +13,6 @@ from mlx_transmuter.cache import CacheError
 from mlx_transmuter.decoder import Decoder, DecoderError
 from mlx_transmuter.module import Module
 
-
 # Rows of different lengths in one batch.
 
 PAGES = [{}, {"paged": True, "block": 1}, {"paged": True, "block": 3}, {"paged": True, "block": 16}]
@@ -43,7 +42,9 @@ def test_a_graph_as_it_is_gives_them_in_each_mode(name, mode, pages):
     assert decoded(decoder, rows, **pages) == tokens_of(rows)
 
 
-@pytest.mark.parametrize(("name", "mode"), [("llama", None), ("llama", "append"), ("llama", "grow"), ("llama_genai", "in_place")])
+@pytest.mark.parametrize(
+    ("name", "mode"), [("llama", None), ("llama", "append"), ("llama", "grow"), ("llama_genai", "in_place")]
+)
 def test_a_row_does_not_depend_on_the_rows_beside_it(name, mode, loaded):
     """Alone, with others, and beside padding rows its logits are the same."""
     module = loaded(name).decoder if mode is None else plain(name)
@@ -63,7 +64,9 @@ def test_groups_are_rows_that_may_share_a_run(loaded):
     assert grow.groups([0, 0, 0, 0]) == []
 
 
-@pytest.mark.parametrize(("name", "mode"), [("llama", None), ("llama", "append"), ("llama_genai", "in_place"), ("gemma", None)])
+@pytest.mark.parametrize(
+    ("name", "mode"), [("llama", None), ("llama", "append"), ("llama_genai", "in_place"), ("gemma", None)]
+)
 def test_context_past_the_first_bucket(name, mode, loaded):
     """A prompt of 100 tokens in parts, and in parts of one, meets the same logits as in one step."""
     module = loaded(name).decoder if mode is None else plain(name)
@@ -89,7 +92,9 @@ def after(module, mode, tokens: list[int]) -> np.ndarray:
     return prefill(Decoder(module, 1, mode=mode).begin([len(tokens)]), [tokens])[0]
 
 
-@pytest.mark.parametrize(("name", "mode"), [("llama", None), ("llama", "append"), ("llama_genai", "in_place"), ("gemma", "grow")])
+@pytest.mark.parametrize(
+    ("name", "mode"), [("llama", None), ("llama", "append"), ("llama_genai", "in_place"), ("gemma", "grow")]
+)
 @pytest.mark.parametrize("block", [1, 3, 16])
 def test_forked_rows_continue_their_parents_and_share_slots(name, mode, block, loaded):
     module = loaded(name).decoder if mode is None else plain(name)
@@ -181,7 +186,9 @@ def test_positions_may_be_given(loaded):
         assert not np.allclose(found[0], found[2])
 
 
-@pytest.mark.parametrize("meta", [{"cache_mode": "sideways"}, {"cache_mode": 3}, {"max_positions": "many"}, {"max_positions": -1}])
+@pytest.mark.parametrize(
+    "meta", [{"cache_mode": "sideways"}, {"cache_mode": 3}, {"max_positions": "many"}, {"max_positions": -1}]
+)
 def test_a_program_that_says_nonsense_of_itself_runs_as_its_graph_declares(meta):
     module = plain("llama")
     program = replace(module.program, meta={**module.program.meta, **meta})

@@ -31,12 +31,12 @@ def test_a_model_without_tokenizer_has_none(converted):
 
 @pytest.mark.parametrize("meta", [{}, {"cache_mode": "sideways"}, {"cache_mode": ["append"]}, {"cache_mode": None}])
 def test_a_folder_that_does_not_say_its_mode_has_the_declared_one(converted, tmp_path, meta):
-    shutil.copytree(converted("llama_genai"), tmp_path / "m")
+    shutil.copytree(converted("llama"), tmp_path / "m")
     data = json.loads((tmp_path / "m" / "program.json").read_text())
     del data["meta"]["cache_mode"]
     data["meta"] |= meta
     (tmp_path / "m" / "program.json").write_text(json.dumps(data))
-    assert load_folder(tmp_path / "m").cache_mode == "in_place"
+    assert load_folder(tmp_path / "m").cache_mode == "append"
 
 
 def test_a_folder_that_is_not_whole_is_refused(converted, tmp_path):

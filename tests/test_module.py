@@ -26,7 +26,9 @@ def program(nodes, *, outputs=("y",), inputs=(X,), constants=None, **more) -> Pr
 def primitives(function, *arrays) -> list[str]:
     """The names of the operations that a compiled `function` would run."""
     found: list[str] = []
-    mx.export_function(lambda part: found.append(part["name"]) if part["type"] == "primitive" else None, function, *arrays)
+    mx.export_function(
+        lambda part: found.append(part["name"]) if part["type"] == "primitive" else None, function, *arrays
+    )
     return found
 
 

@@ -13,7 +13,20 @@ from hypothesis import strategies as st
 from mlx_transmuter.program import DTYPES, FORMAT, VERSION, Node, Program, ProgramError, Value, Weight
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8)
-CONSTANTS = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"]
+CONSTANTS = [
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+]
 FLOATS = [0.0, -0.0, 1.5, -3.25, 1e-5, float("inf"), float("-inf"), float("nan"), 5e-324, 1e308]
 
 
@@ -57,7 +70,9 @@ def programs(draw, depth: int = 2, outer: tuple[str, ...] = ()):
     weights = {}
     if depth == 2:
         sizes = st.lists(st.integers(0, 2**40), max_size=3).map(tuple)
-        weights = {name(): Weight(draw(st.sampled_from(sorted(DTYPES))), draw(sizes)) for _ in range(draw(st.integers(0, 2)))}
+        weights = {
+            name(): Weight(draw(st.sampled_from(sorted(DTYPES))), draw(sizes)) for _ in range(draw(st.integers(0, 2)))
+        }
     known = [*outer, *(value.name for value in inputs), *constants, *weights]
     nodes = []
     for _ in range(draw(st.integers(1, 3))):
@@ -70,10 +85,18 @@ def programs(draw, depth: int = 2, outer: tuple[str, ...] = ()):
         if depth and draw(st.booleans()):
             attrs["body"] = draw(programs(depth - 1, tuple(known)))
         gives = (name(), *draw(st.lists(st.just(""), max_size=1)))
-        nodes.append(Node(draw(st.sampled_from(["Add-7", "mlx.linear", "com.microsoft.Gelu-1"])), reads, gives, attrs, draw(NAMES)))
+        nodes.append(
+            Node(
+                draw(st.sampled_from(["Add-7", "mlx.linear", "com.microsoft.Gelu-1"])), reads, gives, attrs, draw(NAMES)
+            )
+        )
         known.append(gives[0])
-    outputs = tuple(Value(one, "float32", None) for one in draw(st.lists(st.sampled_from(known), max_size=2, unique=True)))
-    meta = draw(st.dictionaries(NAMES, st.one_of(st.integers(), st.booleans(), NAMES), max_size=2)) if depth == 2 else {}
+    outputs = tuple(
+        Value(one, "float32", None) for one in draw(st.lists(st.sampled_from(known), max_size=2, unique=True))
+    )
+    meta = (
+        draw(st.dictionaries(NAMES, st.one_of(st.integers(), st.booleans(), NAMES), max_size=2)) if depth == 2 else {}
+    )
     return Program(inputs, outputs, nodes, constants, weights, {}, meta)
 
 
@@ -100,14 +123,22 @@ def same(one, other) -> bool:
             and (one.dtype.kind == "U" or one.dtype == other.dtype)
             and one.shape == other.shape
             and np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
-            and (one.dtype.kind != "f" or np.array_equal(np.signbit(one) & (one == one), np.signbit(other) & (one == one)))
+            and (
+                one.dtype.kind != "f"
+                or np.array_equal(np.signbit(one) & (one == one), np.signbit(other) & (one == one))
+            )
         )
     if isinstance(one, float):
         return type(other) is float and (one == other or (one != one and other != other))
     return type(one) is type(other) and one == other
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(programs())
 def test_json_keeps_all_of_a_program(program):
     program.validate()
@@ -293,7 +324,10 @@ def test_hostile_json_is_refused(path, value, tmp_path):
 
 def test_the_tree_that_the_hostile_cases_change_is_itself_right():
     assert same(whole(), Program.from_json(tree()))
-    assert same(np.array([np.inf]), Program.from_json({**tree(), "constants": {"c": array_of("float64", [1], ["inf"])}}).constants["c"])
+    assert same(
+        np.array([np.inf]),
+        Program.from_json({**tree(), "constants": {"c": array_of("float64", [1], ["inf"])}}).constants["c"],
+    )
 
 
 @pytest.mark.parametrize("key", ["inputs", "outputs", "nodes", "constants", "weights", "layers", "meta"])
@@ -327,7 +361,9 @@ def test_some_nesting_is_read(tmp_path):
     assert Program.load(tmp_path / "program.json").nodes[0].op == "If-1"
 
 
-@pytest.mark.parametrize("text", [b"", b"\0" * 40, b"{", b"[1, 2", b'{"format": "\xff"}', b"\x80\x81", b"1" * 5000, b"NaN"])
+@pytest.mark.parametrize(
+    "text", [b"", b"\0" * 40, b"{", b"[1, 2", b'{"format": "\xff"}', b"\x80\x81", b"1" * 5000, b"NaN"]
+)
 def test_a_file_that_is_no_json_is_refused(text, tmp_path):
     (tmp_path / "program.json").write_bytes(text)
     with pytest.raises(ProgramError):

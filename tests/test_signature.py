@@ -51,7 +51,13 @@ def test_the_present_of_a_past_is_found(name, present):
 # shape, (batch, length) axes, heads, dim, sizes for 3 rows of 7 positions
 LAYOUTS = [
     (PAST, (0, 2), 2, 8, (3, 2, 7, 8)),
-    ((2, "batch", 4, "past_seq_len", 8), (1, 3), 8, 8, (2, 3, 4, 7, 8)),  # keys and values in one, as onnxruntime's GPT-2
+    (
+        (2, "batch", 4, "past_seq_len", 8),
+        (1, 3),
+        8,
+        8,
+        (2, 3, 4, 7, 8),
+    ),  # keys and values in one, as onnxruntime's GPT-2
     (("batch_size", "past_len", 4, 8), (0, 1), 4, 8, (3, 7, 4, 8)),
     (("batch", "kv_len", 24), (0, 1), 1, 24, (3, 7, 24)),
     ((None, 2, None, 8), (0, 2), 2, 8, (3, 2, 7, 8)),  # four axes without names are taken for the usual ones
@@ -77,7 +83,11 @@ def test_other_inputs_are_left_to_a_task():
     keep = Value("num_logits_to_keep", "int64", ())
     states = Value("encoder_hidden_states", "float32", ("batch", "len", 8))
     found = Signature.of(decoder(branch, keep, states))
-    assert (found.branch, found.keep, found.given) == ("use_cache_branch", "num_logits_to_keep", ("encoder_hidden_states",))
+    assert (found.branch, found.keep, found.given) == (
+        "use_cache_branch",
+        "num_logits_to_keep",
+        ("encoder_hidden_states",),
+    )
 
 
 REFUSED = {
@@ -112,7 +122,11 @@ def test_what_is_no_decoder_is_refused_by_name(what):
 def test_the_mode_that_a_graph_declares():
     positions = Value("position_ids", "int64", ("b", "s"))
     gqa = [Node("com.microsoft.GroupQueryAttention-1", ("input_ids",), ("logits",))]
-    for program, mode in [(decoder(positions), "append"), (decoder(), "grow"), (decoder(positions, nodes=gqa), "in_place")]:
+    for program, mode in [
+        (decoder(positions), "append"),
+        (decoder(), "grow"),
+        (decoder(positions, nodes=gqa), "in_place"),
+    ]:
         assert declared_mode(program, Signature.of(program)) == mode
 
 

@@ -13,7 +13,6 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_transmuter import generation
 from mlx_transmuter.decoder import Decoder
 
-
 # Compilations.
 
 
@@ -167,7 +166,15 @@ def test_the_walk_finds_what_metal_lacks():
         lacking(mx.matmul, ids, ids)
 
 
-STEPS = [("llama", True), ("gemma2", True), ("gpt2_ort", True), ("llama_q4", True), ("llama_genai", True), ("llama", False), ("bloom", False)]
+STEPS = [
+    ("llama", True),
+    ("gemma2", True),
+    ("gpt2_ort", True),
+    ("llama_q4", True),
+    ("llama_genai", True),
+    ("llama", False),
+    ("bloom", False),
+]
 
 
 @pytest.mark.parametrize(("name", "pooled"), STEPS)
@@ -181,7 +188,9 @@ def test_a_step_holds_nothing_that_metal_lacks(name, pooled, loaded, monkeypatch
     def watching(function, *args, **options):
         def call(*inputs):
             # Zeros in their place: who holds a pool makes a step copy it.
-            likes = tree_map(lambda leaf: mx.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, mx.array) else leaf, list(inputs))
+            likes = tree_map(
+                lambda leaf: mx.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, mx.array) else leaf, list(inputs)
+            )
             calls.setdefault(id(function), (function, likes))
             return function(*inputs)
 
@@ -202,7 +211,13 @@ def test_a_step_holds_nothing_that_metal_lacks(name, pooled, loaded, monkeypatch
 
 @pytest.mark.parametrize(
     ("name", "mode", "pages"),
-    [("llama", None, {}), ("llama", None, {"paged": True}), ("llama", "append", {}), ("llama_genai", "in_place", {}), ("llama_genai", None, {})],
+    [
+        ("llama", None, {}),
+        ("llama", None, {"paged": True}),
+        ("llama", "append", {}),
+        ("llama_genai", "in_place", {}),
+        ("llama_genai", None, {}),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("compiled", [False, True])

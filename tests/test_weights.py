@@ -75,7 +75,9 @@ def test_shards_are_read_by_other_tools(tmp_path):
     found = {}
     for path in tmp_path.glob("*.safetensors"):
         found |= safetensors.load_file(path)
-    assert {name: array.tolist() for name, array in found.items()} == {n: np.array(a).tolist() for n, a in items.items()}
+    assert {name: array.tolist() for name, array in found.items()} == {
+        n: np.array(a).tolist() for n, a in items.items()
+    }
 
 
 def test_one_shard_at_a_time_is_in_memory(tmp_path):
@@ -132,7 +134,9 @@ def test_an_index_that_points_elsewhere_is_refused(tmp_path, place):
     refused(folder, {"w": mx.zeros(2)}, "no file|no index")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": "w"}', "[" * 10**5, "\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": "w"}', "[" * 10**5, "\xff"]
+)
 def test_an_index_that_is_none_is_refused(tmp_path, text):
     save(tmp_path, {"w": mx.zeros(2)})
     (tmp_path / "model.safetensors.index.json").write_text(text, encoding="latin-1")

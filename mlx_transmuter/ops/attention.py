@@ -7,6 +7,7 @@ import numpy as np
 
 from mlx_transmuter.ops.casting import cast_to, dtype_of
 from mlx_transmuter.ops.registry import OperatorError, op
+from mlx_transmuter.ops.types import to_device
 
 
 def split_heads(x: mx.array, heads: int | None) -> mx.array:
@@ -59,15 +60,15 @@ def attention(
     rank = q.ndim
     q, k, v = split_heads(q, q_num_heads), split_heads(k, kv_num_heads), split_heads(v, kv_num_heads)
     past = 0 if past_key is None else past_key.shape[2]
-    if past_key is not None:
+    if past_key is not None and past_value is not None:
         k, v = mx.concatenate([past_key, k], axis=2), mx.concatenate([past_value, v], axis=2)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     queries, columns = q.shape[2], k.shape[2]
     offset = past if nonpad_kv_seqlen is None else nonpad_kv_seqlen.reshape(-1, 1, 1, 1) - queries
-    right = (
-        min(right_window_size, 0) if is_causal and right_window_size >= 0 else (0 if is_causal else right_window_size)
-    )
-    seen = _visible(queries, columns, offset, left_window_size, right)
+    seen = _visible(queries, columns, offset, left_window_size, 0 if is_causal else right_window_size)
+    # MLX's own causal mask, which needs no array, puts the last query at the last column.
+    plain = bool(is_causal) and mask is None and nonpad_kv_seqlen is None and left_window_size < 0
+    plain = plain and past + queries == columns
     if nonpad_kv_seqlen is not None:
         filled = mx.arange(columns) < nonpad_kv_seqlen.reshape(-1, 1, 1, 1)
         seen = filled if seen is None else seen & filled
@@ -81,8 +82,8 @@ def attention(
 
     scores = None
     if outputs <= 3 and not softcap:
-        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
-        if guard:
+        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal" if plain else mask)
+        if guard and mask is not None:
             y = mx.where(_blind(mask), mx.zeros((), y.dtype), y)
     else:
         y, scores = _explicit(q, k, v, mask, guard, scale, softcap, softmax_precision, qk_matmul_output_mode)
@@ -93,13 +94,12 @@ def _visible(queries: int, columns: int, offset, left: int, right: int) -> mx.ar
     """Which columns each query sees by its place, bool [(batch, 1,) queries, columns]; None for all."""
     if left < 0 and right < 0:
         return None
-    host = isinstance(offset, int)
-    xp = np if host else mx
+    xp = np if isinstance(offset, int) else mx
     distance = xp.arange(columns)[None, :] - (xp.arange(queries)[:, None] + offset)
     seen = distance >= -left if left >= 0 else None
     if right >= 0:
         seen = distance <= right if seen is None else seen & (distance <= right)
-    return mx.array(seen) if host else seen
+    return to_device(seen) if isinstance(seen, np.ndarray) else seen
 
 
 def _combined(mask: mx.array | None, seen: mx.array | None, columns: int, dtype: mx.Dtype):
@@ -135,7 +135,7 @@ def _explicit(q, k, v, mask, guard, scale, softcap, precision, mode):
     shown = scores if mode == 2 else shown
     wide = scores if precision is None else cast_to(scores, dtype_of(precision))
     weights = mx.softmax(wide, axis=-1, precise=True).astype(q.dtype)
-    if guard:
+    if guard and mask is not None:
         weights = mx.where(_blind(mask), mx.zeros((), weights.dtype), weights)
     return weights @ v, weights if mode == 3 else shown
 

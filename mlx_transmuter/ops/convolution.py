@@ -18,7 +18,17 @@ def _second(x: mx.array) -> mx.array:
     return x.transpose(0, x.ndim - 1, *range(1, x.ndim - 1))
 
 
-def convolve(x, w, before, after, strides=1, dilations=1, upsample=1, groups=1, flip=False) -> mx.array:
+def convolve(
+    x: mx.array,
+    w: mx.array,
+    before: list[int],
+    after: list[int],
+    strides: int | list[int] = 1,
+    dilations: int | list[int] = 1,
+    upsample: int | list[int] = 1,
+    groups: int = 1,
+    flip: bool = False,
+) -> mx.array:
     """x [batch, in, *space] and w [out, in / groups, *kernel] to [batch, out, *space], padded by before and after."""
     if x.ndim == 5 and groups > 1:
         # MLX has groups in one and two dimensions; in three each group is a convolution.

@@ -33,9 +33,8 @@ def gather(x, indices: Known, *, axis=0):
 def gather_elements(x, indices: Known, *, axis=0):
     """x's element at the same place but for `axis`, where indices says it: as indices. ONNX GatherElements-11, 13."""
     axis = axis % x.ndim
-    indices = places(indices, x.shape[axis])
     x = x[tuple(slice(None) if i == axis else slice(n) for i, n in enumerate(indices.shape))]
-    return mx.take_along_axis(x, indices, axis=axis)
+    return mx.take_along_axis(x, places(indices, x.shape[axis]), axis=axis)
 
 
 def _flat_indices(indices: mx.array | np.ndarray, sizes: tuple[int, ...]) -> mx.array:

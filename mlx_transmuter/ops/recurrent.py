@@ -86,14 +86,15 @@ def _layer(x, w, r, lengths, initials, direction, layout, outputs, make: Callabl
     last = [mx.stack([state[i] for _, state in runs]) for i in range(len(initials))]
     if layout:
         y, last = y.transpose(2, 0, 1, 3), [s.swapaxes(0, 1) for s in last]
-    return (y, *last)[:outputs]
+    results = (y, *last)
+    return results[:outputs]
 
 
 def _bias(b, d: int, gates: int, hidden: int, dtype: mx.Dtype) -> list[mx.array]:
     """The biases of direction d: `gates` for the input, then `gates` for the state, [hidden] each."""
     if b is None:
         return [mx.zeros(hidden, dtype)] * (2 * gates)
-    return mx.split(b[d], 2 * gates)
+    return list(mx.split(b[d], 2 * gates))
 
 
 @op("RNN-7")

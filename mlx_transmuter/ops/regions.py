@@ -142,11 +142,10 @@ def non_max_suppression(
     most = 0 if max_output_boxes_per_class is None else int(max_output_boxes_per_class.item())
     overlap = 0.0 if iou_threshold is None else float(iou_threshold.item())
     kept = []
+    first, second = boxes[..., :2], boxes[..., 2:]
     if center_point_box:
-        centre, size = boxes[..., :2], boxes[..., 2:]
-        boxes = np.concatenate([centre - size / 2, centre + size / 2], axis=-1)
-    low = np.minimum(boxes[..., :2], boxes[..., 2:])
-    high = np.maximum(boxes[..., :2], boxes[..., 2:])
+        first, second = first - second / 2, first + second / 2
+    low, high = np.minimum(first, second), np.maximum(first, second)
     for image in range(scores.shape[0]):
         area = np.prod(high[image] - low[image], axis=-1)
         for kind in range(scores.shape[1]):

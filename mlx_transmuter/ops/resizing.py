@@ -122,25 +122,25 @@ def _sources(length: int, size: int, ratio: float, mode: str, roi: tuple[float, 
 
     In float32, as onnxruntime has it, so that a scale of 0.6 reaches the whole places that it would reach exactly.
     """
-    i, ratio, size = np.arange(length, dtype=np.float32), np.float32(ratio), np.float32(size)
-    width = ratio * size  # not a whole number where a scale gave it: ONNX's reference and its cases keep the fraction
+    i, scale, n = np.arange(length, dtype=np.float32), np.float32(ratio), np.float32(size)
+    width = scale * n  # not a whole number where a scale gave it: ONNX's reference and its cases keep the fraction
     if mode == "half_pixel" or (mode == "pytorch_half_pixel" and length > 1):
-        return (i + 0.5) / ratio - 0.5
+        return (i + 0.5) / scale - 0.5
     if mode == "pytorch_half_pixel":
         return np.zeros_like(i)
     if mode == "half_pixel_symmetric":
-        return size / 2 * (1 - length / width) + (i + 0.5) / ratio - 0.5
+        return n / 2 * (1 - length / width) + (i + 0.5) / scale - 0.5
     if mode == "asymmetric":
-        return i / ratio
+        return i / scale
     if mode == "tf_half_pixel_for_nn":
-        return (i + 0.5) / ratio
+        return (i + 0.5) / scale
     if mode == "align_corners":
-        return np.zeros_like(i) if width == 1 else i * (size - 1) / (width - 1)
+        return np.zeros_like(i) if width == 1 else i * (n - 1) / (width - 1)
     if mode == "tf_crop_and_resize":
-        start, end = np.float32(roi)
+        start, end = np.float32(roi[0]), np.float32(roi[1])
         if width == 1:
-            return np.full_like(i, (start + end) * (size - 1) / 2)
-        return start * (size - 1) + i * (end - start) * (size - 1) / (width - 1)
+            return np.full_like(i, (start + end) * (n - 1) / 2)
+        return start * (n - 1) + i * (end - start) * (n - 1) / (width - 1)
     raise OperatorError(f"the coordinates {mode!r}", "one of ONNX's coordinate_transformation_modes")
 
 

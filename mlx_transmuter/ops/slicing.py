@@ -9,7 +9,7 @@ from mlx_transmuter.ops.registry import Host, OperatorError, op
 @op("Concat-4")
 def concat(*xs, axis):
     """The inputs one after another along `axis`. ONNX Concat-4, 11, 13."""
-    return mx.concatenate(xs, axis=axis) if len(xs) > 1 else xs[0]
+    return mx.concatenate(list(xs), axis=axis)
 
 
 def _split(x: mx.array, sizes: list[int], axis: int) -> tuple[mx.array, ...]:

@@ -80,7 +80,13 @@ def test_what_stands_beside_the_graph_goes_along_and_nothing_that_holds_code(tmp
     (folder / "modeling_toy.py").write_text("raise SystemExit")
     (folder / "pytorch_model.bin").write_bytes(b"")
     convert(folder, "onnx/model.onnx", out, progress=False)
-    assert sorted(contents(out)) == ["README.md", "config.json", "generation_config.json", "model.safetensors", "program.json"]
+    assert sorted(contents(out)) == [
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "program.json",
+    ]
     assert load_folder(out).generation_config == {"top_k": 4}
 
 
@@ -88,7 +94,9 @@ def test_the_card_says_what_was_proved(source, out):
     convert(source, "model.onnx", out, progress=False, base_model="someone/toy")
     card = (out / "README.md").read_text()
     head = card.split("---")[1]
-    assert {"library_name: mlx_transmuter", "pipeline_tag: text-generation", "base_model: someone/toy"} <= set(head.split("\n"))
+    assert {"library_name: mlx_transmuter", "pipeline_tag: text-generation", "base_model: someone/toy"} <= set(
+        head.split("\n")
+    )
     program = load_folder(out).decoder.program
     assert f"limit {program.meta['proof']['limit']:.0e}" in card
     assert f"`{program.meta['cache_mode']}`" in card
@@ -123,7 +131,11 @@ def test_every_cut_of_a_file_is_refused(tmp_path, out, external):
     source = toy.write(tmp_path / "source", toy.decoder(), external=external)
     whole = (source / "model.onnx").read_bytes()
     fields = len(onnx.ModelProto(graph=toy.decoder().graph).SerializeToString())
-    cuts = {*range(0, len(whole), len(whole) // 40), *range(len(whole) - 12, len(whole)), *range(min(fields, len(whole) - 1), len(whole))}
+    cuts = {
+        *range(0, len(whole), len(whole) // 40),
+        *range(len(whole) - 12, len(whole)),
+        *range(min(fields, len(whole) - 1), len(whole)),
+    }
     for size in sorted(cuts):
         (source / "model.onnx").write_bytes(whole[:size])
         refused(source, out)

@@ -12,7 +12,9 @@ from mlx_transmuter.program import Node, Program, Value, Weight
 
 
 def program(*readers: Node, names=()) -> Program:
-    found = dict.fromkeys([*names, *(name for node in readers for name in node.inputs if name.startswith("onnx::") or "." in name)])
+    found = dict.fromkeys(
+        [*names, *(name for node in readers for name in node.inputs if name.startswith("onnx::") or "." in name)]
+    )
     arrays = {name: Tensor("float32", (i + 1,), lambda: None) for i, name in enumerate(found)}  # type: ignore[arg-type]
     return Program(
         (Value("x", "float32", None),), (Value("y", "float32", None),), [*readers, Node("Identity-1", ("x",), ("y",))],
@@ -46,8 +48,18 @@ def test_a_name_that_the_exporter_kept_stays():
         ("Add-7", 1, "/model/layers.0/self_attn/q_proj/Add", "model.layers.0.self_attn.q_proj.bias"),
         ("Gemm-7", 2, "/transformer/h.1/attn/c_attn/Gemm", "transformer.h.1.attn.c_attn.bias"),
         ("LayerNormalization-17", 1, "/transformer/ln_f/LayerNormalization", "transformer.ln_f.weight"),
-        ("com.microsoft.MatMulNBits-1", 2, "/model/layers.3/mlp/up_proj/MatMul_Q4", "model.layers.3.mlp.up_proj.scales"),
-        ("com.microsoft.GroupQueryAttention-1", 7, "/model/layers.0/attn/GroupQueryAttention", "model.layers.0.attn.cos"),
+        (
+            "com.microsoft.MatMulNBits-1",
+            2,
+            "/model/layers.3/mlp/up_proj/MatMul_Q4",
+            "model.layers.3.mlp.up_proj.scales",
+        ),
+        (
+            "com.microsoft.GroupQueryAttention-1",
+            7,
+            "/model/layers.0/attn/GroupQueryAttention",
+            "model.layers.0.attn.cos",
+        ),
         ("Gather-1", 0, "node_embedding", "node_embedding.weight"),
         ("Erf-9", 0, "", "erf.erf"),
     ],
@@ -82,8 +94,12 @@ def test_a_part_that_MLX_would_hide_shows():
 
 
 def test_readers_in_branches_and_outputs_follow():
-    inner = Program((), (Value("t", "float32", None),), [Node("MatMul-1", ("x", "onnx::1"), ("t",), name="/m/q/MatMul")])
-    before = program(Node("If-1", ("x",), ("z",), {"then_branch": inner, "else_branch": inner}), names=["onnx::1", "onnx::2"])
+    inner = Program(
+        (), (Value("t", "float32", None),), [Node("MatMul-1", ("x", "onnx::1"), ("t",), name="/m/q/MatMul")]
+    )
+    before = program(
+        Node("If-1", ("x",), ("z",), {"then_branch": inner, "else_branch": inner}), names=["onnx::1", "onnx::2"]
+    )
     before = replace(before, outputs=(*before.outputs, Value("onnx::2", "float32", None)))
     after = name_weights(before)
     branches = [*after.nodes[0].branches()]

@@ -113,7 +113,8 @@ def test_sparse_initialisers_become_dense(indices):
 
 
 @pytest.mark.parametrize(
-    ("indices", "dims"), [([1, 6], [2, 3]), ([-1, 2], [2, 3]), ([[0, 1], [2, 0]], [2, 3]), ([[0, 1, 1], [1, 1, 1]], [2, 3])]
+    ("indices", "dims"),
+    [([1, 6], [2, 3]), ([-1, 2], [2, 3]), ([[0, 1], [2, 0]], [2, 3]), ([[0, 1, 1], [1, 1, 1]], [2, 3])],
 )
 def test_sparse_indices_outside_are_refused(indices, dims):
     proto = model([helper.make_node("Add", ["x", "s"], ["y"])], sparse=[sparse("s", [1.0, 2.0], indices, dims)])
@@ -131,7 +132,9 @@ def test_a_sparse_tensor_that_would_fill_memory_is_refused():
 def test_an_initialiser_that_is_also_an_input_is_a_weight():
     """ONNX before IR 4 listed every initialiser among the inputs."""
     node = helper.make_node("Add", ["x", "w"], ["y"])
-    proto = model([node], initializers=[numpy_helper.from_array(X, "w")], inputs=(("x", F32, [2, 3]), ("w", F32, [2, 3])))
+    proto = model(
+        [node], initializers=[numpy_helper.from_array(X, "w")], inputs=(("x", F32, [2, 3]), ("w", F32, [2, 3]))
+    )
     program = read(proto)
     assert [value.name for value in program.inputs] == ["x"]
     assert run(program, x=X)["y"].tolist() == (X + X).tolist()
@@ -215,9 +218,18 @@ def test_functions_of_the_model_are_inlined():
     call = helper.make_node("Leak", ["p"], ["q"], domain="local")
     call.attribute.append(onnx.AttributeProto(name="slope", ref_attr_name="slope", type=onnx.AttributeProto.FLOAT))
     outer = helper.make_function(
-        "local", "Twice", ["p"], ["r"], [call, helper.make_node("Add", ["q", "q"], ["r"])], imports, attributes=["slope"]
+        "local",
+        "Twice",
+        ["p"],
+        ["r"],
+        [call, helper.make_node("Add", ["q", "q"], ["r"])],
+        imports,
+        attributes=["slope"],
     )
-    nodes = [helper.make_node("Twice", ["x"], ["h"], domain="local", slope=0.25), helper.make_node("Twice", ["h"], ["y"], domain="local", slope=0.5)]
+    nodes = [
+        helper.make_node("Twice", ["x"], ["h"], domain="local", slope=0.25),
+        helper.make_node("Twice", ["h"], ["y"], domain="local", slope=0.5),
+    ]
     program = read(model(nodes, functions=[inner, outer]))
     assert {node.op for node in program.nodes} == {"LeakyRelu-6", "Add-7"}
     wanted = X
@@ -229,7 +241,9 @@ def test_functions_of_the_model_are_inlined():
 def test_functions_that_call_themselves_are_refused():
     imports = [helper.make_opsetid("", 18), helper.make_opsetid("local", 1)]
     functions = [
-        helper.make_function("local", name, ["a"], ["b"], [helper.make_node(calls, ["a"], ["b"], domain="local")], imports)
+        helper.make_function(
+            "local", name, ["a"], ["b"], [helper.make_node(calls, ["a"], ["b"], domain="local")], imports
+        )
         for name, calls in (("F", "G"), ("G", "F"))
     ]
     with pytest.raises(ConvertError, match="functions that cannot be inlined"):
@@ -278,7 +292,12 @@ def test_unsupported_operators_are_listed_at_once_with_a_node_each():
     proto.opset_import.extend(imports)
     with pytest.raises(ConvertError) as error:
         read(proto)
-    for text in ("Frobnicate (2, such as '/model/frob')", "com.acme.Blend (1, such as 'f3')", "Hidden (1, such as 'h')", "Nameless (1,"):
+    for text in (
+        "Frobnicate (2, such as '/model/frob')",
+        "com.acme.Blend (1, such as 'f3')",
+        "Hidden (1, such as 'h')",
+        "Nameless (1,",
+    ):
         assert text in error.value.found
     assert error.value.do
 
@@ -314,7 +333,10 @@ def test_nodes_may_stand_in_any_order():
 
 def broken(change):
     proto = model(
-        [helper.make_node("Neg", ["x"], ["h"], name="first"), helper.make_node("Add", ["h", "w"], ["y"], name="second")],
+        [
+            helper.make_node("Neg", ["x"], ["h"], name="first"),
+            helper.make_node("Add", ["h", "w"], ["y"], name="second"),
+        ],
         initializers=[numpy_helper.from_array(X, "w")],
     )
     change(proto.graph)
@@ -358,8 +380,15 @@ def test_sizes_that_no_axis_has_are_unknown():
 
 def test_large_integers_are_weights_and_small_ones_constants():
     few, many = np.arange(4096), np.arange(4097)
-    nodes = [helper.make_node("Gather", ["x", "few"], ["a"], axis=1), helper.make_node("Gather", ["x", "many"], ["b"], axis=1)]
-    tensors = [numpy_helper.from_array(few, "few"), numpy_helper.from_array(many, "many"), numpy_helper.from_array(X[0], "w")]
+    nodes = [
+        helper.make_node("Gather", ["x", "few"], ["a"], axis=1),
+        helper.make_node("Gather", ["x", "many"], ["b"], axis=1),
+    ]
+    tensors = [
+        numpy_helper.from_array(few, "few"),
+        numpy_helper.from_array(many, "many"),
+        numpy_helper.from_array(X[0], "w"),
+    ]
     program = read(model(nodes, initializers=tensors, outputs=("a", "b")))
     assert set(program.constants) == {"few"}
     assert set(program.arrays) == {"many", "w"}

@@ -77,7 +77,9 @@ FORMS = [(kind, form) for kind in KINDS for form in ("raw", "typed", "external")
 def test_every_type_is_read(kind, form, tmp_path):
     given = proto(kind, "typed" if form == "typed" else "raw")
     if form == "external":
-        (tmp_path / "data").write_bytes(b"\x7f" * 5 + given.raw_data + b"\x7f" * 3)  # at an odd place, with more after it
+        (tmp_path / "data").write_bytes(
+            b"\x7f" * 5 + given.raw_data + b"\x7f" * 3
+        )  # at an odd place, with more after it
         toy.place(given, "data", 5, len(given.raw_data))
         given.ClearField("raw_data")
     found = tensor(given, tmp_path / "model.onnx")
@@ -202,7 +204,9 @@ def refused(folder, match="'model.embed.weight'"):
 
 def test_external_data_as_it_should_be(tmp_path):
     folder = external(tmp_path)
-    assert np.array_equal(read(folder / "model.onnx").arrays["model.embed.weight"].read(), toy.weights()["model.embed.weight"])
+    assert np.array_equal(
+        read(folder / "model.onnx").arrays["model.embed.weight"].read(), toy.weights()["model.embed.weight"]
+    )
 
 
 SIZES = [

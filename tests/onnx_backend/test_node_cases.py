@@ -1,5 +1,7 @@
 """The node cases of the operators that decoders use; scripts/onnx_backend.py runs all of them."""
 
+import re
+
 import node_cases
 import pytest
 from exclusions import EXCLUDED, exclusion
@@ -107,14 +109,13 @@ MODULES = [
 CASES = {case.name: case for case in node_cases.load(MODULES)}
 
 
-def _parameters():
-    for name in CASES:
-        excluded = exclusion(name)
-        marks = [pytest.mark.xfail(raises=excluded.error, reason=excluded.reason, strict=True)] if excluded else []
-        yield pytest.param(name, marks=marks)
+def _parameter(name: str):
+    excluded = exclusion(name)
+    marks = [pytest.mark.xfail(raises=excluded.error, reason=excluded.reason, strict=True)] if excluded else []
+    return pytest.param(name, marks=marks)
 
 
-@pytest.mark.parametrize("name", _parameters())
+@pytest.mark.parametrize("name", [_parameter(name) for name in CASES])
 def test_node_case(name, tmp_path):
     node_cases.run(CASES[name], tmp_path)
 
@@ -122,4 +123,4 @@ def test_node_case(name, tmp_path):
 def test_exclusions_have_one_reason_each():
     # Two rules for one case would hide which of them holds.
     for name in CASES:
-        assert sum(bool(node_cases.re.fullmatch(one.pattern, name)) for one in EXCLUDED) <= 1, name
+        assert sum(bool(re.fullmatch(one.pattern, name)) for one in EXCLUDED) <= 1, name

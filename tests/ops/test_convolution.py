@@ -106,3 +106,11 @@ def test_images_from_columns():
     attrs = {"strides": [2, 1], "dilations": [1, 2], "pads": [1, 0, 1, 2]}
     x = floats(2, 3 * 4, 15)
     onnx("Col2Im", [x, np.array([5, 5]), np.array([2, 2])], attrs)
+
+
+def test_deformed_conv():
+    x, w = floats(2, 4, 6, 5), floats(3, 4, 2, 2)
+    offset, mask = 2 * floats(2, 2 * 8, 5, 4), rng.random((2, 2 * 4, 5, 4)).astype(np.float32)
+    attrs = {"offset_group": 2, "kernel_shape": [2, 2]}
+    onnx("DeformConv", [x, w, offset, floats(3), mask], attrs, opset=19)
+    onnx("DeformConv", [x, w, floats(2, 8, 3, 2)], {"strides": [2, 2], "pads": [0, 0, 0, 0]}, opset=19)

@@ -1,0 +1,32 @@
+"""Writes docs/settings.md, the table of the settings of generation, from the table that the code reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlx_transmuter.generation.settings import SETTINGS
+
+TARGET = Path(__file__).parent.parent / "docs" / "settings.md"
+HEAD = """# Settings of generation
+
+Written by `scripts/list_settings.py`. The names are those of generation_config.json, and so are the defaults and the
+ranges of transformers 4.57.6. *supported*: it does here what it does there; *goldens* are texts of transformers on the
+models of the tests, alone and in ragged batches, greedy and with beams. *refused*: it would change the tokens and isn't
+here, so it is an error by name. *neutral*: it changes no token and takes any value. An unknown name is an error.
+
+| name | status | what it does, or what to do | checked by |
+|---|---|---|---|
+"""
+
+
+def table() -> str:
+    """The page's text."""
+    rows = []
+    for name, setting in SETTINGS.items():
+        checked = ("goldens, tests" if setting.golden else "tests") if setting.status == "supported" else ""
+        rows.append(f"| `{name}` | {setting.status} | {setting.note} | {checked} |")
+    return HEAD + "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(table(), encoding="utf-8")

@@ -1,0 +1,37 @@
+"""The pages that scripts write are those that they would write now, and the links of the pages lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def test_the_table_of_settings_is_up_to_date(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import list_settings
+
+    assert list_settings.TARGET.read_text(encoding="utf-8") == list_settings.table()
+    sys.modules.pop("list_settings")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_to_files(page):
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_two_commands_of_the_readme_are_two_lines_that_make_knows():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.split("## Two commands", 1)[1].split("## ", 1)[0]
+    (block,) = re.findall(r"```\n(.*?)```", section, re.DOTALL)
+    targets = [line.removeprefix("make ") for line in block.strip().split("\n")]
+    assert len(targets) == 2
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)

@@ -1,0 +1,128 @@
+"""The installed package: what the wheel holds, and that a converted model runs without the converter and what it needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import golden
+
+ROOT = Path(__file__).parent.parent
+
+# What a machine that only runs converted models need not have.
+ABSENT = ["onnx", "google", "ml_dtypes", "onnxruntime", "torch", "transformers", "optimum", "converters"]
+
+RUN = """
+import json, sys
+from pathlib import Path
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {absent}:
+            raise ImportError(f"{{name}} is absent")
+
+sys.meta_path.insert(0, Absent())
+for name in {absent}:
+    try:
+        __import__(name)
+    except ImportError as error:
+        assert "is absent" in str(error), error
+    else:
+        raise SystemExit(f"{{name}} was imported")
+
+import mlx.core as mx
+mx.set_default_device(mx.cpu)
+import mlx_transmuter as mt
+from mlx_transmuter import generation
+
+prompts, new = json.loads(sys.stdin.read())
+model = mt.load(sys.argv[1])
+context = generation.context(model, max_new_tokens=new, do_sample=False)
+rows = generation.generate(generation.compile(context, len(prompts)), prompts, [0] * len(prompts))
+absent = [name for name in sys.modules if name.split(".")[0] in {absent}]
+print(json.dumps({{"file": mt.__file__, "tokens": [[token.id for token in row] for row in rows], "absent": absent}}))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> zipfile.ZipFile:
+    """The wheel as it would be published."""
+    place = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(place)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (file,) = place.glob("*.whl")
+    with zipfile.ZipFile(file) as archive:
+        archive.extractall(place / "site")
+        yield archive
+
+
+def run(wheel: zipfile.ZipFile, *args: str, text: str = "", **more: str) -> subprocess.CompletedProcess:
+    """Python in an empty folder, with the unpacked wheel before everything else on the path."""
+    site = Path(wheel.filename).parent / "site"
+    place = site.parent / "elsewhere"
+    place.mkdir(exist_ok=True)
+    environment = {**os.environ, "PYTHONPATH": str(site), "MLX_DISABLE_COMPILE": "1", "HF_HUB_OFFLINE": "1", **more}
+    return subprocess.run(
+        [sys.executable, *args], cwd=place, input=text, capture_output=True, text=True, env=environment, timeout=300
+    )
+
+
+def test_the_wheel_holds_both_packages_and_the_demo(wheel):
+    names = set(wheel.namelist())
+    for package in ("mlx_transmuter", "converters"):
+        files = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
+        assert files
+        assert files <= names
+    demo = {str(path.relative_to(ROOT)) for path in (ROOT / "mlx_transmuter" / "demo").iterdir()}
+    assert "mlx_transmuter/demo/model.onnx" in demo
+    assert demo <= names
+
+
+def test_the_wheel_holds_nothing_else(wheel):
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    (info,) = (top for top in tops if top.endswith(".dist-info"))
+    assert tops == {"mlx_transmuter", "converters", info}
+    assert not [name for name in wheel.namelist() if "__pycache__" in name or name.endswith((".pyc", ".orig", ".rej"))]
+    assert sum(entry.file_size for entry in wheel.infolist()) < 8 * 2**20
+
+
+def test_the_metadata_names_the_command_the_licence_and_the_platforms(wheel):
+    info = next(name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name)
+    metadata = wheel.read(f"{info}/METADATA").decode()
+    assert "mlx-transmuter = mlx_transmuter.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert "License-Expression: Apache-2.0" in metadata
+    assert any(name.startswith(f"{info}/licenses/LICENSE") for name in wheel.namelist())
+    needs = [line for line in metadata.splitlines() if line.startswith("Requires-Dist: mlx") and "extra" not in line]
+    assert any("[cpu]" in line and "linux" in line for line in needs)
+    assert any("[cpu]" not in line and "darwin" in line for line in needs)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_q4"])
+def test_a_converted_model_runs_without_onnx(wheel, converted, name):
+    want = golden(name)
+    prompts = [row["prompt"] for row in want["rows"]]
+    script = RUN.format(absent=ABSENT)
+    done = run(wheel, "-c", script, str(converted(name)), text=json.dumps([prompts, want["max_new_tokens"]]))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert Path(found["file"]).is_relative_to(Path(wheel.filename).parent / "site")
+    assert found["absent"] == []
+    assert found["tokens"] == [row["tokens"] for row in want["rows"]]
+
+
+def test_the_demo_of_the_wheel_speaks(wheel, tmp_path):
+    done = run(wheel, "-m", "mlx_transmuter", "generate", "--max-tokens", "5", MLX_TRANSMUTER_CACHE=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_importing_the_package_is_quick_and_starts_nothing(wheel):
+    """No import of the converter, of the hub's client or of a tokenizer's library, and no work for a device."""
+    script = "import sys, mlx_transmuter; print([n for n in ('onnx', 'converters', 'huggingface_hub', 'tokenizers', 'jinja2') if n in sys.modules])"
+    done = run(wheel, "-c", script)
+    assert done.stdout.strip() == "[]", done.stderr
