@@ -24,7 +24,6 @@ from converters.passes import IN_GRAPH, OVER_POOLS, rewrite
 from converters.read import read
 from converters.tensors import Tensor
 from mlx_transmuter import ops, weights
-from mlx_transmuter.decoder import DecoderError
 from mlx_transmuter.hub import COMPANIONS, TEMPLATES
 from mlx_transmuter.model import PROGRAM, load_module, read_json
 from mlx_transmuter.module import LARGEST, Module
@@ -141,7 +140,7 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
 
 @dataclass(frozen=True)
 class _Proved:
-    """A program whose logits agreed with the graph's: its module, the mode it runs in, and how far off each trial was."""
+    """A program whose logits agreed with the graph's: its module, its mode, and how far off each trial was."""
 
     program: Program
     module: Module
@@ -159,13 +158,15 @@ def _in_graph(folder: Path, graph: Program, path: Path, case: prove.Case, limit:
             program, records = rewrite(graph, order)
             _save_weights(folder, program, progress)
             module = Module(program, weights.load(folder, program))
-            wanted = prove.plain(_plain_module(graph, program, module), signature, case)
-            _check_logits(wanted, signature.vocab, path)
-            mode, errors = prove.best_mode(module, declared_mode(program, Signature.of(program)), case, wanted, limit)
+            declared = declared_mode(program, Signature.of(program))
         except (ProgramError, SignatureError, ops.OperatorError):
             if not order:
                 raise  # the graph itself is at fault
             continue
+        # What this raises is the graph's own fault too: fewer rewrites would not help.
+        wanted = prove.plain(_plain_module(graph, program, module), signature, case)
+        _check_logits(wanted, signature.vocab, path)
+        mode, errors = prove.best_mode(module, declared, case, wanted, limit)
         if mode is not None:
             records += [_dropped(one) for one in IN_GRAPH if one not in order]
             return _Proved(program, module, records, mode, errors, wanted)
@@ -226,7 +227,7 @@ def _error_over_pools(
     try:
         over = Module(pooled, {name: arrays[name] for name in pooled.weights})
         return prove.error(prove.run(over, mode, case), wanted)
-    except (ProgramError, ops.OperatorError, DecoderError):
+    except Exception:  # whatever it raises, it does not run
         return math.inf
 
 

@@ -329,8 +329,7 @@ class Run:
 
 
 def _pooled(decoder: Decoder, seq: int, context: int, block: int, paged: bool) -> Callable[..., Any]:
-    """The step of a program over pools: (pools, tokens, lengths, counts, table, given, positions) → (logits, pools').
-    """
+    """A step over pools: (pools, tokens, lengths, counts, table, given, positions) → (logits, pools')."""
 
     def step(pools, tokens, lengths, counts, table, given, positions):
         rows = tokens.shape[0]
@@ -450,8 +449,7 @@ def _append(pools, lengths, counts, table, seq, context, entries, block):
 
 
 def _in_place(pools, lengths, counts, table, seq, context, entries, block):
-    """The past as a buffer into which the graph writes after as many rows as the mask counts, padding tokens included.
-    """
+    """The past as a buffer into which the graph writes after as many rows as the mask counts, padding included."""
     index = CacheIndex.make(lengths[:, None] - 1, table)
     past = [_read(index, pool, entry, block) for pool, entry in zip(pools, entries, strict=True)]
     mask = mx.arange(context, dtype=mx.int32) < lengths[:, None] + seq

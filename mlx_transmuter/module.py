@@ -210,8 +210,7 @@ def _plain(array: mx.array) -> bool:
 
 
 def _check_names(program: Program) -> None:
-    """Raises ProgramError unless each weight and layer has a place of its own: no name is a path into another's value.
-    """
+    """Raises ProgramError unless each weight and layer has its own place: no name is a path into another's value."""
     owned = {name for name in program.weights if name.rpartition(".")[0] in program.layers}
     leaves = program.layers.keys() | (program.weights.keys() - owned)
     for name in (*program.weights, *program.layers):
@@ -228,8 +227,7 @@ def _check_names(program: Program) -> None:
 
 
 def _layer(path: str, options: dict[str, Any], program: Program) -> nn.Module:
-    """The layer that hangs at `path`. Raises ProgramError for an unknown one, or one whose arrays are not all weights.
-    """
+    """The layer at `path`. Raises ProgramError for an unknown one, or one whose arrays are not all weights."""
     try:
         layer = ops.layer(**options)
     except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:
@@ -259,8 +257,7 @@ def _check_weights(program: Program, weights: dict[str, mx.array]) -> None:
 
 
 def _grow(root: nn.Module, leaves: dict[str, Any]) -> None:
-    """Hangs the leaves under `root` by their dotted names: numbered children as lists, as MLX's own models have them.
-    """
+    """Hangs the leaves under `root` by their dotted names: numbered children as lists, as in MLX's own models."""
     tree: dict[str, Any] = {}
     for name, leaf in leaves.items():
         *path, last = name.split(".")
@@ -302,8 +299,7 @@ def values_of(module: Module, **inputs: mx.array | np.ndarray) -> dict[str, Any]
 
 
 def evaluate(node: Node, values: dict[str, Any]) -> tuple[Any, ...]:
-    """What the node gives for values that are known now, by name: numpy arrays where they are small, else `mx.array`s.
-    """
+    """What the node gives for values known now, by name: numpy arrays where they are small, else `mx.array`s."""
     return _Walk(dict(values), set(values), {}).node(node)
 
 

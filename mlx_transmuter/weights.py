@@ -50,8 +50,7 @@ def save(
 
 
 def load(folder: Path, program: Program) -> dict[str, mx.array]:
-    """The arrays of the program's weights, read when they are used. Raises ProgramError for a file missing or broken.
-    """
+    """The arrays of the program's weights, read when used. Raises ProgramError for a file missing or broken."""
     if (folder / INDEX).exists():
         try:
             places = json.loads((folder / INDEX).read_bytes())["weight_map"]

@@ -106,5 +106,5 @@ def _product(graph: Graph, node: Node) -> tuple[str, Tensor, str] | None:
             matrix = matrix.transposed()
         tensor = graph.weight(bias) if bias else None
         if not bias or (tensor is not None and tensor.shape == matrix.shape[:1]):
-            return node.inputs[1], matrix, bias
+            return node.inputs[1], matrix, bias  # pyright: ignore[reportGeneralTypeIssues]
     return None

@@ -10,8 +10,7 @@ from mlx_transmuter.ops.registry import op
 
 @op("mlx.visible")
 def visible(index, *, window: int = 0):
-    """Which columns each token sees: bool [rows, 1, seq, context]. window: only the last so many positions; 0 for all.
-    """
+    """Which columns each token sees: bool [rows, 1, seq, context]. window: of the last so many positions; 0: all."""
     return (index.window(window) if window else index).visible()
 
 

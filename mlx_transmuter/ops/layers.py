@@ -35,10 +35,10 @@ def linear(x, projection: Layer):
 @op("mlx.embedding")
 def embedding(ids: Known, table: Layer):
     """The rows ids, int32 [...], of the table [rows, dim]: [..., dim]. Gather on axis 0 of a weight."""
-    return table(places(ids, table.weight.shape[0]) if isinstance(ids, np.ndarray) else ids)
+    return table(places(ids, table["weight"].shape[0]) if isinstance(ids, np.ndarray) else ids)
 
 
 @op("mlx.as_linear")
 def as_linear(x, table: Layer):
     """x [..., dim] times the transposed table [rows, dim]: [..., rows]. The head of a model with tied embeddings."""
-    return table.as_linear(x)
+    return table.as_linear(x)  # pyright: ignore[reportOptionalCall]

@@ -55,7 +55,7 @@ def linear_attention(
 
 
 def _fused(q, k, v, gates, rates, state, group):
-    """The delta rules with one gate per head, by MLX's kernel: tokens before heads, as many key heads as query heads."""
+    """The delta rules with one gate per head, by MLX's kernel: tokens before heads, as many key as query heads."""
     if group > 1:
         k, v, state = (mx.repeat(x, group, axis=1) for x in (k, v, state))
         gates, rates = (x if x is None or x.shape[1] == 1 else mx.repeat(x, group, axis=1) for x in (gates, rates))

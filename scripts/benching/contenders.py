@@ -136,8 +136,7 @@ CONTENDERS = {
 
 
 def timed(contender: object, prompts: Prompts, new: int, beams: int) -> dict:
-    """first: seconds to the first token. step: the median of seconds from token to token. tokens: of the first prompt.
-    """
+    """first: seconds to the first token. step: median seconds from token to token. tokens: of the first prompt."""
     start = last = time.perf_counter()
     first, steps, found = 0.0, [], []
     for tokens in contender.tokens(prompts, new, beams):  # type: ignore[attr-defined]
