@@ -56,6 +56,8 @@ def convert(source: Path, file: str, out: Path, *, progress: bool = True, base_m
         raise ConvertError(path, problem.found, problem.expected, problem.do, problem.node) from problem
     except ProgramError as problem:
         raise ConvertError(problem.where, problem.found, problem.expected, problem.do) from problem
+    except SignatureError as problem:
+        raise ConvertError(path, problem.found, problem.expected, problem.do) from problem
     except OSError as problem:
         if problem.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ConvertError(
@@ -99,10 +101,7 @@ def _put_in_place(staged: Path, out: Path, old: Path) -> None:
 def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_model: str | None) -> None:
     graph = read(path, progress=progress)
     graph = name_weights(graph.select(outputs(value.name for value in graph.outputs)))
-    try:
-        signature = Signature.of(graph)
-    except SignatureError as problem:
-        raise ConvertError(path, problem.found, problem.expected, problem.do) from None
+    signature = Signature.of(graph)
     if signature.given:
         raise ConvertError(
             path,
@@ -121,7 +120,14 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
     program = found.program
     program.meta = {
         "cache_mode": found.mode,
-        "max_positions": _max_positions(config, read_json(folder / "genai_config.json")),
+        "max_positions": min(
+            (
+                most
+                for most in (_max_positions(config, read_json(folder / "genai_config.json")), _rows(program))
+                if most
+            ),
+            default=None,
+        ),
         "proof": {
             "error": found.errors["pools" if program.input(INDEX) is not None else found.mode],
             "limit": limit,
@@ -277,6 +283,23 @@ def _max_positions(config: dict[str, Any], genai: dict[str, Any]) -> int | None:
             if isinstance(place.get(name), int) and place[name] > 0:
                 return place[name]
     return None
+
+
+def _rows(program: Program) -> int | None:
+    """The most positions that the graph's own tables have rows for; past a table MLX would read whatever lies there."""
+    reached, rows = {"position_ids": 0}, []
+    for node in program.nodes:
+        shift = next((reached[name] for name in node.inputs if name in reached), None)
+        if shift is None:
+            continue
+        if node.op == "mlx.embedding":
+            rows.append(program.weights[f"{node.inputs[1]}.weight"].shape[0] - shift)
+        elif node.op.startswith("Add-"):
+            other = [program.constants[name] for name in node.inputs if name in program.constants]
+            reached |= dict.fromkeys(node.outputs, shift + int(other[0].max())) if other and other[0].size else {}
+        elif node.op.startswith(("Cast-", "Reshape-", "Unsqueeze-", "Squeeze-", "Identity-")):
+            reached |= dict.fromkeys(node.outputs, shift)
+    return min(rows, default=None)
 
 
 def _tolerance(program: Program) -> float:

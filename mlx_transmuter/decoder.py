@@ -288,7 +288,7 @@ class Run:
     def close(self) -> None:
         """Gives the pools' memory back; the run is over."""
         self._pending = None
-        self.pools.take()
+        self.pools = Pools([])
 
     def _forked(self, parent: int) -> int | None:
         row = self._rows[parent]
@@ -487,7 +487,7 @@ def _write(entries: Sequence[Entry], block: int) -> Callable[..., Any]:
     def write(pools, news, places, table):
         index = CacheIndex.make(places, table)
         return [
-            index.heads(entry.heads, block).spare(pool.shape[0] - 1).store(new, pool)
+            index.heads(entry.heads, block).spare(pool.shape[0] - 1).store(new.astype(pool.dtype), pool)
             for pool, new, entry in zip(pools, news, entries, strict=True)
         ]
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from mlx_transmuter import weights
 from mlx_transmuter.module import Module
 from mlx_transmuter.program import Program, ProgramError
@@ -70,7 +72,10 @@ def load_module(folder: Path) -> Module:
     if not (folder / PROGRAM).is_file():
         raise ProgramError(str(folder), f"no {PROGRAM}", "a converted folder", "convert the model first")
     program = Program.load(folder / PROGRAM)
-    return Module(program, weights.load(folder, program))
+    arrays = weights.load(folder, program)
+    # An array that is still to be read belongs to the stream of this thread; read, it belongs to any.
+    mx.eval([arrays[name] for name in program.weights if name in arrays])
+    return Module(program, arrays)
 
 
 def generation_config(folder: Path) -> dict[str, Any]:

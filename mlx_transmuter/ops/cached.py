@@ -48,9 +48,11 @@ def attention(q, k, v, keys, values, lanes, seen, *, scale: float, softcap: floa
             q.reshape(rows, -1, seq, dim), k, v, keys, values, lanes, seen, scale=scale, softcap=softcap
         )
         return out.reshape(q.shape[0], seq, -1), keys, values
+    # A module may have been cast since its pools got their type.
+    k, v = k.reshape(rows * kv, seq, dim).astype(keys.dtype), v.reshape(rows * kv, seq, v.shape[3]).astype(values.dtype)
     # The pools of a run are its own and hold no NaN, so columns that nobody sees needn't be made zero.
-    k, keys = lanes.extend(k.reshape(rows * kv, seq, dim), keys, zero=False)
-    v, values = lanes.extend(v.reshape(rows * kv, seq, v.shape[3]), values, zero=False)
+    k, keys = lanes.extend(k, keys, zero=False)
+    v, values = lanes.extend(v, values, zero=False)
     k, v = k.reshape(rows, kv, -1, dim), v.reshape(rows, kv, -1, v.shape[2])
     if softcap:
         return _capped(q, k, v, seen, scale, softcap), keys, values

@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,16 +14,16 @@ import numpy as np
 import onnx
 import pytest
 import toy
+from conftest import FIXTURES
 from onnx import TensorProto, helper, numpy_helper
 
 from converters import convert as convert_file
 from converters import prove
 from converters.convert import convert
 from converters.errors import ConvertError
-from converters.match import Become
 from mlx_transmuter import weights
 from mlx_transmuter.model import load_folder
-from mlx_transmuter.program import Node, Program
+from mlx_transmuter.program import Program
 
 IDS = [3, 1, 15, 7]
 
@@ -387,68 +386,6 @@ def test_a_disk_that_takes_no_more_bytes(source, out, limit):
     assert not list(out.parent.iterdir())
 
 
-# Modules that are wrong.
-
-
-def only(found):
-    """A rewrite that answers for the first MatMul with a layer what `found` makes of it."""
-
-    def wrong(graph):
-        node = next(node for node in graph.nodes if node.op.startswith(("mlx.linear", "MatMul")))
-        yield Become(node, (found(node),))
-
-    return wrong
-
-
-WRONG = {
-    "numbers": only(lambda node: replace(node, inputs=node.inputs[:1], op="Identity-1")),
-    "a node that cannot run": only(lambda node: replace(node, inputs=node.inputs[:1] * 2)),
-    "a value that nothing gives": only(lambda node: replace(node, inputs=("nothing", *node.inputs[1:]))),
-    "no result": only(lambda node: replace(node, outputs=("elsewhere",))),
-    "an operator that is none": only(lambda node: replace(node, op="mlx.nothing")),
-    "not a number": only(lambda node: Node("Div-7", ("zero0", "zero0"), node.outputs)),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-@pytest.mark.parametrize("place", ["first", "last"])
-def test_a_wrong_rewrite_is_dropped_and_recorded(source, out, monkeypatch, what, place):
-    wrong, right = WRONG[what], convert_file.IN_GRAPH
-    monkeypatch.setattr(convert_file, "IN_GRAPH", (wrong, *right) if place == "first" else (*right, wrong))
-    run(source, out)
-    np.testing.assert_allclose(toy.found(out, IDS), toy.expected(source / "model.onnx", IDS), atol=1e-4)
-    record = {one["name"]: one for one in load_folder(out).decoder.program.meta["rewrites"]}
-    assert record["wrong"] == {"name": "wrong", "held": 0, "declined": {"the module disagreed with the graph": 1}}
-    assert record["linear"]["held"] == 2  # one wrong rewrite costs no other
-
-
-def test_a_module_that_agrees_in_no_mode_is_refused(source, out, monkeypatch):
-    real = prove.run
-
-    def wrong(*args):
-        return [[logits + np.linspace(0, 1e-2, len(logits)) * np.ptp(logits) for logits in row] for row in real(*args)]
-
-    monkeypatch.setattr(prove, "run", wrong)
-    error = refused(source, out, "disagrees with its graph")
-    assert "append" in error.found
-    assert "grow" in error.found
-
-
-def test_a_mode_that_gives_no_numbers_is_not_taken_and_is_recorded(source, out, monkeypatch):
-    real = prove.run
-
-    def wrong(module, mode, case):
-        found = real(module, mode, case)
-        return [[logits * np.nan for logits in row] for row in found] if mode == "append" else found
-
-    monkeypatch.setattr(prove, "run", wrong)
-    run(source, out)
-    meta = json.loads((out / "program.json").read_text())["meta"]
-    assert meta["cache_mode"] == "grow"
-    assert meta["proof"]["tried"]["append"]
-    np.testing.assert_allclose(toy.found(out, IDS), toy.expected(source / "model.onnx", IDS), atol=1e-4)
-
-
 # The proof itself.
 
 
@@ -486,3 +423,15 @@ def test_the_graph_runs_as_onnxruntime_runs_it(source):
     assert nothing == []
     for i, logits in enumerate(found):
         np.testing.assert_allclose(logits, toy.expected(source / "model.onnx", [*IDS, 2, 9][: len(IDS) + i]), atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("gpt2", 256), ("opt", 256), ("llama", 256)])
+def test_no_more_positions_than_the_position_table_has_rows(name, rows, tmp_path):
+    """A configuration that promises more must not make a step read past the table; without a table it is believed."""
+    source = tmp_path / "source"
+    shutil.copytree(FIXTURES / name, source)
+    config = json.loads((source / "config.json").read_bytes())
+    config |= {key: 4096 for key in ("n_positions", "n_ctx", "max_position_embeddings") if key in config}
+    (source / "config.json").write_text(json.dumps(config))
+    folder = convert(source, "model.onnx", tmp_path / "out", progress=False)
+    assert load_folder(folder).decoder.program.meta["max_positions"] == (4096 if name == "llama" else rows)

@@ -194,12 +194,23 @@ def test_an_index_into_a_shape_is_checked_before_it_is_read(what, tmp_path, limi
     assert "Gather" in error.value.node
 
 
-@pytest.mark.parametrize("ids", [[[3, toy.VOCAB]], [[3, -toy.VOCAB - 1]], [[3, 2**31]]])
-def test_constant_ids_outside_a_table_are_refused(ids, tmp_path):
+@pytest.mark.parametrize("place", [toy.VOCAB, -toy.VOCAB - 1, 2**31])
+def test_constant_ids_outside_a_table_are_refused(place, tmp_path):
+    model = toy.decoder()
+    model.graph.initializer.append(numpy_helper.from_array(np.array([[place]]), "ids"))
+    extra = onnx.helper.make_node("Gather", ["model.embed.weight", "ids"], ["extra"])
+    model.graph.node.insert(1, extra)
+    model.graph.node.insert(2, onnx.helper.make_node("Add", ["embedded", "extra"], ["summed"]))
+    toy.node(model, "x").input[0] = "summed"
+    with pytest.raises(ConvertError, match="indices from"):
+        convert(toy.write(tmp_path / "s", model), "model.onnx", tmp_path / "out", progress=False)
+
+
+def test_a_graph_that_does_not_read_its_tokens_is_refused(tmp_path):
     model = toy.decoder()
     toy.node(model, "embedded").input[1] = "ids"
-    model.graph.initializer.append(numpy_helper.from_array(np.array(ids), "ids"))
-    with pytest.raises(ConvertError, match="indices from"):
+    model.graph.initializer.append(numpy_helper.from_array(np.array([[3, 1]]), "ids"))
+    with pytest.raises(ConvertError, match="expected input_ids"):
         convert(toy.write(tmp_path / "s", model), "model.onnx", tmp_path / "out", progress=False)
 
 
