@@ -110,8 +110,10 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
             "convert a causal decoder",
         )
     _check_weights(graph, path)
-    _copy_companions(source, path, folder)
-    config = read_json(folder / "config.json")
+    origins = _copy_companions(source, path, folder)
+    config, genai = (read_json(origins.get(name, path / "none")) for name in ("config.json", "genai_config.json"))
+    most = _max_positions(config, genai)
+    graph.meta["max_positions"] = most  # the proof's decoders read it too
     _check_tokenizer(folder, signature.vocab, path)
     lengths = _proof_lengths(config)
     case = prove.Case.random(signature.vocab, lengths)
@@ -120,14 +122,7 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
     program = found.program
     program.meta = {
         "cache_mode": found.mode,
-        "max_positions": min(
-            (
-                most
-                for most in (_max_positions(config, read_json(folder / "genai_config.json")), _rows(program))
-                if most
-            ),
-            default=None,
-        ),
+        "max_positions": min((count for count in (most, _rows(program)) if count), default=None),
         "proof": {
             "error": found.errors["pools" if program.input(INDEX) is not None else found.mode],
             "limit": limit,
@@ -195,19 +190,22 @@ def _over_pools(folder: Path, found: _Proved, case: prove.Case, limit: float, pr
     return replace(found, program=program, records=found.records + records, errors=errors)
 
 
-def _copy_companions(source: Path, path: Path, folder: Path) -> None:
+def _copy_companions(source: Path, path: Path, folder: Path) -> dict[str, Path]:
     """Copies what a converted folder keeps of its source: configuration, tokenizer and templates, nothing that holds
     code.
 
-    A file beside the graph comes before one at the source's root.
+    A file beside the graph comes before one at the source's root. Gives where each file came from.
     """
+    origins: dict[str, Path] = {}
     for place in (source, path.parent):
         for name in COMPANIONS:
             if (place / name).is_file():
                 shutil.copyfile(place / name, folder / name)
+                origins[name] = place / name
         for template in (place / TEMPLATES).glob("*.jinja"):
             (folder / TEMPLATES).mkdir(exist_ok=True)
             shutil.copyfile(template, folder / TEMPLATES / template.name)
+    return origins
 
 
 def _orders() -> Iterator[tuple[Rewrite, ...]]:

@@ -93,6 +93,15 @@ class Decoder:
                 found.setdefault(length if self.grows else 0, []).append(row)
         return list(found.values())
 
+    def context(self, length: int, seq: int) -> int:
+        """The columns of the cache that a step of `seq` tokens after `length` reads where the graph gets a buffer.
+
+        Graphs with tables of positions or masks have no rows for more than max_positions columns, the step's among them.
+        """
+        if self.mode == "in_place":
+            return min(bucket(length + seq), max(length + seq, self.max_positions or 2**31))
+        return min(bucket(length), max(length, (self.max_positions or 2**31) - seq))
+
     def begin(
         self, total: Sequence[int], inputs: Mapping[str, mx.array] | None = None, *, paged: bool = False, block: int = 1
     ) -> Run:
@@ -177,7 +186,7 @@ class Run:
         if decoder.signature.index:
             return self._pooled_step(tokens, new, placed)
         self._write_pending()
-        context = length if decoder.grows else bucket(length + seq if decoder.mode == "in_place" else length)
+        context = length if decoder.grows else decoder.context(length, seq)
         lengths = mx.array(np.full(rows, length, np.int32) if decoder.grows else self.lengths)
         past = mx.array(self._table(max(1, context)))
         step = decoder.step_function(seq, context, positions is not None, self.block, self.paged)

@@ -23,7 +23,7 @@ from mlx_transmuter.program import Node, Value
 from mlx_transmuter.signature import INDEX, LANES, Entry, Signature
 
 # Contexts that a mask is computed for: the first that the graph's tables allow. A window longer than it isn't seen.
-CONTEXTS = (140_000, 33_000, 9_000, 4_000, 2_000, 1_000, 500, 200, 100)
+CONTEXTS = (140_000, 33_000, 9_000, 4_000, 2_000, 1_000, 500, 200, 100, 40, 20)
 _TOKENS = 3
 # What a mask adds to hide a column: the lowest number of the type, or half of it, or a plain -10000.
 _HIDDEN = -9_000.0

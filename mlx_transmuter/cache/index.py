@@ -106,6 +106,9 @@ class CacheIndex:
         lens = lengths("CacheIndex.rows: lens", lens, context)
         if not lens:
             raise CacheError("CacheIndex.rows: lens", "no lane", "one length a lane")
+        if len(lens) * context > INT32_MAX:
+            slots = f"{len(lens)} runs of {context} slots"
+            raise CacheError("CacheIndex.rows: context", slots, f"at most {INT32_MAX} slots, which int32 can number")
         sizes = block_sizes("CacheIndex.rows: every", every)
         blocks = tuple((m, see.runs(len(lens), -(-context // m))) for m in sizes)
         pos = see.left_padded([[n] for n in lens], max(1, *lens))

@@ -40,6 +40,7 @@ INVALID = {
     "rows: context 0": (lambda: rows(0, [0]), "context"),
     "rows: length below 0": (lambda: rows(4, [-1]), "lens"),
     "rows: length past the context": (lambda: rows(4, [1, 5]), r"lens\[1\]"),
+    "rows: more slots than int32 numbers": (lambda: rows(2**30, [1, 1]), "2 runs of 1073741824 slots"),
     "rows: a number for a list": (lambda: rows(4, 3), "list of lengths"),
     "rows: a fraction": (lambda: rows(4, [1.5]), "integer"),
     "rows: block of 1": (lambda: rows(4, [1], every=[1]), "at least 2"),
