@@ -115,7 +115,7 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
     most = _max_positions(config, genai)
     graph.meta["max_positions"] = most  # the proof's decoders read it too
     _check_tokenizer(folder, signature.vocab, path)
-    lengths = _proof_lengths(config)
+    lengths = _proof_lengths(config) if not prove.is_dynamic(graph) else [prove.ONE_PART]
     case = prove.Case.random(signature.vocab, lengths)
     limit = _tolerance(graph)
     found = _over_pools(folder, _in_graph(folder, graph, path, case, limit, progress), case, limit, progress)
@@ -304,6 +304,7 @@ def _tolerance(program: Program) -> float:
     """How far logits may be off, by the lowest float type that the weights or the cache have."""
     kinds = {weight.dtype for weight in program.weights.values() if math.prod(weight.shape) > 1}
     kinds |= {value.dtype for value in (*program.inputs, *program.outputs)}
+    kinds |= {"dynamic"} if prove.is_dynamic(program) else set()
     return max(limit for kind, limit in prove.TOLERANCES.items() if kind in kinds or kind == "float32")
 
 

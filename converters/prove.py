@@ -11,13 +11,24 @@ import numpy as np
 from mlx_transmuter import ops
 from mlx_transmuter.decoder import Decoder
 from mlx_transmuter.module import Module
+from mlx_transmuter.program import Program
 from mlx_transmuter.signature import Mode, Signature
 
 STEPS = 2
 # How far logits may differ, relative to their spread, by the type that the graph computes in. The rewrites keep the
 # graph's arithmetic up to its order of summation; two orders of a sum differ by some 1e-6 of it in float32 and 1e-2 in
 # half types.
-TOLERANCES = {"float32": 1e-4, "float16": 3e-2, "bfloat16": 1e-1}
+# A dynamic graph rounds its activations to 8 bits by a scale of the whole step: a sum in another order can move a value
+# by one of 255 steps, and the next layers by more.
+TOLERANCES = {"float32": 1e-4, "float16": 3e-2, "dynamic": 5e-2, "bfloat16": 1e-1}
+# A prompt that runs in one part, for dynamic graphs: their scales, and so all logits, depend on what a step holds.
+ONE_PART = 8
+_DYNAMIC = ("DynamicQuantizeLinear", "com.microsoft.DynamicQuantize", "com.microsoft.QAttention")
+
+
+def is_dynamic(program: Program) -> bool:
+    """Whether the graph quantises activations by scales that it takes from them when it runs."""
+    return any(node.op.startswith(_DYNAMIC) for node in program.all_nodes())
 
 
 @dataclass(frozen=True)

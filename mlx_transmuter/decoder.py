@@ -96,7 +96,7 @@ class Decoder:
     def context(self, length: int, seq: int) -> int:
         """The columns of the cache that a step of `seq` tokens after `length` reads where the graph gets a buffer.
 
-        Graphs with tables of positions or masks have no rows for more than max_positions columns, the step's among them.
+        A graph with tables of positions or masks has no rows for more than max_positions columns, the step's included.
         """
         if self.mode == "in_place":
             return min(bucket(length + seq), max(length + seq, self.max_positions or 2**31))
