@@ -6,6 +6,7 @@ import errno
 import math
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +48,7 @@ def convert(source: Path, file: str, out: Path, *, progress: bool = True, base_m
     try:
         _check_target(out, path)
         out.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(out)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".partial", dir=out.parent) as temporary:
             staged = Path(temporary) / "model"
             staged.mkdir()
@@ -84,6 +86,13 @@ def _is_converted(folder: Path) -> bool:
         return False
     with open(folder / PROGRAM, "rb") as file:
         return f'"{FORMAT}"'.encode() in file.read(256)
+
+
+def _sweep(out: Path) -> None:
+    """Removes what conversions to `out` left that were killed more than a day ago."""
+    for left in out.parent.glob(f".{out.name}.*.partial"):
+        if time.time() - left.stat().st_mtime > 24 * 3600:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _put_in_place(staged: Path, out: Path, old: Path) -> None:

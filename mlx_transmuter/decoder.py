@@ -160,7 +160,8 @@ class Run:
         self._pending: tuple[list[mx.array], mx.array, mx.array] | None = None
         self._draft: list[int] | None = None
         self.copies = 0
-        self.runs_ahead = False
+        # A step can be built while the one before it runs: Pools.evaluate waits for it, so no write meets its reads.
+        self.runs_ahead = decoder.signature.index
 
     def step(self, tokens: Any, counts: Sequence[int], positions: Any = None) -> mx.array:
         """Lazy logits [rows, vocab] at the last real token of each row.
@@ -297,7 +298,7 @@ class Run:
     def close(self) -> None:
         """Gives the pools' memory back; the run is over."""
         self._pending = None
-        self.pools = Pools([])
+        self.pools.drop()
 
     def _forked(self, parent: int) -> int | None:
         row = self._rows[parent]

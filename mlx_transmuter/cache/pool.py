@@ -89,6 +89,10 @@ class Pools:
             self._arrays = None
             raise
 
+    def drop(self) -> None:
+        """Gives the pools' memory back, also after a step that failed; from then on they are given away."""
+        self._arrays, self._given = None, []
+
     def grow(self, slots: int) -> None:
         """More slots, empty ones after those there are; each pool is copied once, one at a time.
 

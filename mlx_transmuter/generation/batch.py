@@ -11,7 +11,7 @@ import numpy as np
 
 from mlx_transmuter.generation.context import Compiled
 from mlx_transmuter.generation.errors import GenerationError
-from mlx_transmuter.generation.rows import LENGTH, Positions, Result
+from mlx_transmuter.generation.rows import LENGTH, Positions, Result, integers
 
 # Inputs of a call that are not inputs of the decoder.
 ENCODER_TOKENS, POSITIONS = "encoder_input_ids", "position_ids"
@@ -52,7 +52,7 @@ class Batch:
         self.gen, self.ctx, self.settings = gen, gen.context, gen.context.settings
         rest = dict(inputs)
         self.prompts = _prompts(prompts, gen)
-        self.seeds = _one_each("seeds", seeds, gen)
+        self.seeds = integers("seeds", _one_each("seeds", seeds, gen))
         self.stop = _one_each("stop", stop or [None] * gen.batch_size, gen)
         if self.settings.stop_strings and not any(self.stop):
             raise GenerationError(
@@ -61,7 +61,7 @@ class Batch:
         self.cancel = cancel
         self.sources = self._sources(rest.pop(ENCODER_TOKENS, None))
         given = rest.pop(POSITIONS, None) if POSITIONS not in self.ctx.given else None
-        self.positions = Positions(given, self.prompts) if given else None
+        self.positions = Positions(given, self.prompts, gen.decoder.max_positions) if given else None
         self.inputs = self._inputs(rest)
         self.limits = [self._limit(len(prompt)) if prompt else 0 for prompt in self.prompts]
         texts = self.settings.num_return_sequences
@@ -89,9 +89,8 @@ class Batch:
 
     def _sources(self, given: Sequence[Sequence[int]] | None) -> list[list[int]]:
         if given is not None:
-            return [
-                [int(token) for token in tokens] for tokens in _one_each(f"input {ENCODER_TOKENS}", given, self.gen)
-            ]
+            name = f"input {ENCODER_TOKENS}"
+            return [integers(name, tokens) for tokens in _one_each(name, given, self.gen)]
         read = self.settings.encoder_repetition_penalty != 1.0 or self.settings.encoder_no_repeat_ngram_size > 0
         if read and self.ctx.encoder_decoder:
             raise GenerationError(
@@ -112,7 +111,7 @@ class Batch:
 
 
 def _prompts(prompts: Sequence[Sequence[int]], gen: Compiled) -> list[list[int]]:
-    found = [[int(token) for token in prompt] for prompt in _one_each("prompts", prompts, gen)]
+    found = [integers(f"prompt {i}", prompt) for i, prompt in enumerate(_one_each("prompts", prompts, gen))]
     vocab, most = gen.decoder.vocab, gen.decoder.max_positions
     for place, prompt in enumerate(found):
         if wrong := [token for token in prompt if not 0 <= token < vocab]:

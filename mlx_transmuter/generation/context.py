@@ -86,7 +86,10 @@ def context(
     named = {"num_beams": num_beams, "max_new_tokens": max_new_tokens}
     options |= {name: value for name, value in named.items() if value is not None}
     config = dict(model.generation_config or {})
-    pairs = tuple((state, process) for state, process in processors)
+    try:
+        pairs = tuple((state, process) for state, process in processors)
+    except TypeError:
+        raise GenerationError("processors", repr(processors)[:80], "pairs of functions (state, process)") from None
     return Context(
         model, settings(config, options), tuple(given), pairs, token_logprobs, prefill_step_size, config, dict(options)
     )

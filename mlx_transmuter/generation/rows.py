@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -86,6 +87,14 @@ def prompt_parts(length: int, most: int | None = None) -> list[int]:
     return parts
 
 
+def integers(name: str, values: Iterable[Any]) -> list[int]:
+    """The values as ints. Raises GenerationError for any that is no whole number."""
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        raise GenerationError(name, repr(values)[:80], "whole numbers") from None
+
+
 class Positions:
     """The positions that a task gives for its prompts, and those of the tokens after them.
 
@@ -94,8 +103,11 @@ class Positions:
     length.
     """
 
-    def __init__(self, given: Sequence[Sequence[Sequence[int]]], prompts: Sequence[list[int]]):
-        """Raises GenerationError where given does not fit prompts, or two prompts have different axes."""
+    def __init__(self, given: Sequence[Sequence[Sequence[int]]], prompts: Sequence[list[int]], most: int | None = None):
+        """Raises GenerationError where given does not fit prompts, or two prompts have different axes.
+
+        most: positions are below it, where the model has so many.
+        """
         self.axes = max(1, *(len(axes) for axes in given)) if given else 1
         self.rows: list[np.ndarray] = []
         if len(given) != len(prompts):
@@ -111,7 +123,11 @@ class Positions:
                     f"axes of {', '.join(str(len(axis)) for axis in axes)} positions",
                     f"{self.axes} of {len(prompt)}, one position per token",
                 )
-            self.rows.append(np.array([list(axis) for axis in axes], np.int32).reshape(self.axes, len(prompt)))
+            name, limit = f"input position_ids of prompt {place}", min(most or 2**31, 2**31) - 1
+            places = [integers(name, axis) for axis in axes]
+            if wrong := [position for axis in places for position in axis if not 0 <= position <= limit]:
+                raise GenerationError(name, f"the positions {wrong[:5]}", f"positions from 0 to {limit}")
+            self.rows.append(np.array(places, np.int32).reshape(self.axes, len(prompt)))
 
     def at(self, starts: Sequence[int], length: int, width: int) -> np.ndarray:
         """int32 [rows, length], or [axes, rows, length] for several axes: row r, of prompt r // width, from its index

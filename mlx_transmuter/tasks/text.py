@@ -97,6 +97,10 @@ class TextGeneration:
         Raises GenerationError for a prompt without tokens, ids outside the vocabulary, or more tokens than the model
         takes; TokenizerError where text or a chat cannot become tokens.
         """
+        if isinstance(prompts, bytes) or not isinstance(prompts, Sequence | np.ndarray):
+            raise GenerationError(
+                "prompt", _short(prompts), "a str, a list of chat messages or token ids, or a list of these"
+            )
         if one := _is_one(prompts):
             prompts = [prompts]  # type: ignore[list-item]
         ids = [self.encode(prompt) for prompt in prompts]  # type: ignore[arg-type]
@@ -131,7 +135,11 @@ class TextGeneration:
             # The template writes the special tokens itself.
             text = self.tokenizer.apply_chat_template(prompt, **self.template_vars)  # type: ignore[union-attr, arg-type]
             ids = self.tokenizer.encode(text, add_special_tokens=False)  # type: ignore[union-attr]
-        elif hasattr(prompt, "__len__") and all(_is_id(id) for id in prompt):
+        elif (
+            isinstance(prompt, Sequence | np.ndarray)
+            and not isinstance(prompt, bytes)
+            and all(_is_id(id) for id in prompt)
+        ):
             ids = [int(id) for id in prompt]  # type: ignore[arg-type]
         else:
             raise GenerationError("prompt", _short(prompt), "a str, a list of chat messages or a list of token ids")

@@ -268,3 +268,11 @@ def test_copy_moves_rows():
     pools.copy([], [])
     with pytest.raises(CacheError, match="targets"):
         pools.copy([0], [1, 2])
+
+
+def test_dropped_pools_are_gone_and_may_be_dropped_again():
+    pools = Pools([mx.zeros((4, 2))])
+    pools.drop()
+    pools.drop()
+    with pytest.raises(CacheError, match="given away"):
+        pools.take()

@@ -342,3 +342,26 @@ def test_the_encoder_settings_read_the_encoders_tokens():
 def test_a_model_of_embeddings_is_refused_by_name():
     with pytest.raises(GenerationError, match="embed"):
         generation.context(model(), embed=object())
+
+
+@pytest.mark.parametrize(
+    ("prompts", "seeds", "inputs", "found"),
+    [
+        ([[5.7, 3]], [0], {}, "prompt 0"),
+        (["abc"], [0], {}, "prompt 0"),
+        ([[1, 2]], ["a"], {}, "seeds"),
+        ([[1, 2]], [1.5], {}, "seeds"),
+        ([[1, 2]], [None], {}, "seeds"),
+        ([[1, 2]], [0], {"position_ids": [[[0, 2**40]]]}, "position_ids"),
+        ([[1, 2]], [0], {"position_ids": [[[-1, 0]]]}, "position_ids"),
+        ([[1, 2]], [0], {"position_ids": [[[0, 1.5]]]}, "position_ids"),
+    ],
+)
+def test_what_is_no_whole_number_or_outside_is_refused_before_anything_runs(prompts, seeds, inputs, found):
+    with pytest.raises(GenerationError, match=found):
+        generation.generate(compiled(1), prompts, seeds, inputs)
+
+
+def test_processors_are_pairs():
+    with pytest.raises(GenerationError, match="pairs of functions"):
+        compiled(1, processors=[1])
