@@ -13,21 +13,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter import ops
-from mlx_transmuter.cache import CacheIndex, Pools, Slots
+from mlx_transmuter import ops, steps
+from mlx_transmuter.cache import Pools, Slots
 from mlx_transmuter.module import Module
-from mlx_transmuter.signature import ENDS, INDEX, LANES, MODES, Entry, Mode, Signature, declared_mode
+from mlx_transmuter.signature import MODES, Mode, Signature, declared_mode
+from mlx_transmuter.steps import DecoderError, Graph
 
 # The context that a step attends over grows in powers of two from here.
 SMALLEST_BUCKET = 64
-
-
-class DecoderError(ValueError):
-    """A step that the decoder cannot run: what was `found`, what was `expected`, what to `do`."""
-
-    def __init__(self, found: str, expected: str, do: str = ""):
-        self.found, self.expected, self.do = found, expected, do
-        super().__init__(f"found {found}; expected {expected}" + (f". To mend it: {do}." if do else "."))
 
 
 def bucket(length: int) -> int:
@@ -62,6 +55,7 @@ class Decoder:
         said, most = program.meta.get("cache_mode"), program.meta.get("max_positions")
         self.mode: Mode = mode or (said if said in MODES else declared_mode(program, self.signature))
         self.max_positions: int | None = max_positions or (most if isinstance(most, int) and 0 < most < 2**31 else None)
+        self.graph = Graph(module, self.signature, self.max_positions)
         self.vocab = self.signature.vocab
         self.compilations = 0
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -127,16 +121,15 @@ class Decoder:
         return self._compiled[key]
 
     def step_function(self, seq: int, context: int, placed: bool, block: int, paged: bool) -> Callable[..., Any]:
-        """The function of a step of `seq` tokens over `context` columns of the cache (see `_step`, `_pooled`)."""
+        """The function of a step of `seq` tokens over `context` columns of the cache (see steps.py)."""
         key = (seq, context, placed, block, paged)
         if self.signature.index:
-            return self.compiled(key, lambda: _pooled(self, seq, context, block, paged))
-        steps = {"append": _append, "in_place": _in_place, "grow": _grow}
-        return self.compiled((self.mode, *key), lambda: _step(self, steps[self.mode], seq, context, block))
+            return self.compiled(key, lambda: steps.pooled(self.graph, seq, context, block, paged))
+        return self.compiled((self.mode, *key), lambda: steps.unrewritten(self.graph, self.mode, seq, context, block))
 
     def write_function(self, seq: int, context: int, block: int) -> Callable[..., Any]:
         """The function that writes the keys and values of `seq` tokens into the pools."""
-        return self.compiled(("write", seq, context, block), lambda: _write(self.signature.entries, block))
+        return self.compiled(("write", seq, context, block), lambda: steps.write(self.signature.entries, block))
 
 
 class Run:
@@ -251,7 +244,7 @@ class Run:
             self.slots.append(sequence, int((depth >= 0).sum()))
         slots = self.slots.table(self._draft, seq)
         places = np.where(depths >= 0, self.lengths[:, None] + depths, -1).astype(np.int32)
-        step = decoder.compiled(("draft", seq, context), lambda: _drafted(decoder, seq))
+        step = decoder.compiled(("draft", seq, context), lambda: steps.drafted(decoder.graph, seq))
         logits, pools = step(self.pools.take(), tokens, mx.array(places), table, mx.array(slots), sees, self.given)
         self.pools.put(pools)
         return logits
@@ -336,169 +329,3 @@ class Run:
         self._pending = None
         write = self.decoder.write_function(places.shape[1], table.shape[1], self.block)
         self.pools.put(write(self.pools.take(), news, places, table))
-
-
-def _pooled(decoder: Decoder, seq: int, context: int, block: int, paged: bool) -> Callable[..., Any]:
-    """A step over pools: (pools, tokens, lengths, counts, table, given, positions) → (logits, pools')."""
-
-    def step(pools, tokens, lengths, counts, table, given, positions):
-        rows = tokens.shape[0]
-        place = lengths[:, None] + mx.arange(seq, dtype=mx.int32)
-        pos = mx.where(mx.arange(seq, dtype=mx.int32) < counts[:, None], place, -1)
-        index = CacheIndex.make(pos, table) if paged else CacheIndex.rows(block, [0] * rows).narrow(context).at(pos)
-        ends = mx.maximum(counts - 1, 0)
-        place = place if positions is None else positions
-        logits, pools = _over_pools(decoder, pools, tokens, index, block, ends[:, None], place, given)
-        return (logits[:, 0] if decoder.signature.ends else _at(logits, ends)), pools
-
-    return step
-
-
-def _drafted(decoder: Decoder, seq: int) -> Callable[..., Any]:
-    """The step of a draft: (pools, tokens, places, table, slots, sees, given) → (logits [rows, seq, vocab], pools')."""
-
-    def step(pools, tokens, places, table, slots, sees, given):
-        index = CacheIndex.make(places, table).draft(slots, sees)
-        ends = mx.broadcast_to(mx.arange(seq, dtype=mx.int32), tokens.shape)
-        return _over_pools(decoder, pools, tokens, index, 1, ends, mx.maximum(places, 0), given)
-
-    return step
-
-
-def _over_pools(decoder, pools, tokens, index, block, ends, place, given):
-    """The program over the pools: the logits of the tokens `ends` [rows, k] (of all, where it can't choose), and the
-    pools'.
-    """
-    signature, module = decoder.signature, decoder.module
-    feed: dict[str, Any] = dict(given)
-    feed |= {
-        signature.tokens: tokens,
-        INDEX: index,
-        LANES: index.heads(signature.entries[0].heads, block).spare(pools[0].shape[0] - 1),
-    }
-    if signature.positions:
-        feed[signature.positions] = _positions(decoder, place, *tokens.shape[:2])
-    if signature.keep:
-        rank = len(module.program.input(signature.keep).shape or ())
-        feed[signature.keep] = np.zeros([1] * rank, np.int64)
-    if signature.ends:
-        feed[ENDS] = ends
-    feed |= {entry.past: pool for entry, pool in zip(signature.entries, pools, strict=True)}
-    given_back = module(**feed)
-    return _logits(decoder, given_back), [given_back[entry.present] for entry in signature.entries]
-
-
-def _positions(decoder: Decoder, place: mx.array, rows: int, seq: int) -> mx.array:
-    """place [rows, seq], or [axes, rows, seq], as the graph's position_ids."""
-    if decoder.max_positions:
-        place = mx.minimum(place, decoder.max_positions - 1)  # of padding; a table ends there
-    axes = decoder.signature.position_axes
-    return mx.broadcast_to(place, (axes, rows, seq)) if axes and place.ndim == 2 else place
-
-
-def _logits(decoder: Decoder, given_back: Mapping[str, mx.array]) -> mx.array:
-    """The logits [rows, tokens, vocab]. Raises DecoderError for others than the graph declares."""
-    logits = given_back[decoder.signature.logits]
-    if logits.ndim != 3 or logits.shape[2] != decoder.vocab:
-        raise DecoderError(f"logits of shape {list(logits.shape)}", f"[rows, tokens, {decoder.vocab}], as declared")
-    return logits
-
-
-def _at(logits: mx.array, ends: mx.array) -> mx.array:
-    """logits [rows, seq, vocab] at each row's token ends [rows]: [rows, vocab]."""
-    at = mx.broadcast_to(ends[:, None, None], (logits.shape[0], 1, logits.shape[2]))
-    return mx.take_along_axis(logits, at, axis=1)[:, 0]
-
-
-def _step(decoder: Decoder, mode: Callable[..., Any], seq: int, context: int, block: int) -> Callable[..., Any]:
-    """The step as a pure function of arrays: (pools, tokens, lengths, counts, table, given, positions) → (logits,
-    news).
-
-    The news are the keys and values of the step's tokens, [rows · heads, seq, dim] for each entry of the cache.
-    """
-    signature, module = decoder.signature, decoder.module
-    inputs = {value.name: value for value in module.program.inputs}
-
-    def step(pools, tokens, lengths, counts, table, given, positions):
-        rows = tokens.shape[0]
-        past, mask, fresh = mode(pools, lengths, counts, table, seq, context, signature.entries, block)
-        feed: dict[str, Any] = dict(given)
-        feed[signature.tokens] = tokens
-        if signature.mask:
-            feed[signature.mask] = mask.astype(ops.device_dtype(inputs[signature.mask].dtype))
-        if signature.positions:
-            place = lengths[:, None] + mx.arange(seq, dtype=mx.int32) if positions is None else positions
-            feed[signature.positions] = _positions(decoder, place, rows, seq)
-        if signature.branch:
-            feed[signature.branch] = np.array([context > 0])
-        if signature.keep:
-            shape = inputs[signature.keep].shape or ()
-            feed[signature.keep] = np.zeros([1] * len(shape), np.int64)
-        feed |= {entry.past: array for entry, array in zip(signature.entries, past, strict=True)}
-        given_back = module(**feed)
-        logits = _at(_logits(decoder, given_back), mx.maximum(counts - 1, 0))
-        news = [
-            fresh(given_back[entry.present].transpose(entry.order).reshape(rows * entry.heads, -1, entry.dim), entry)
-            for entry in signature.entries
-        ]
-        return logits, news
-
-    return step
-
-
-def _append(pools, lengths, counts, table, seq, context, entries, block):
-    """The past as a buffer with its free columns first, hidden by the mask; the new columns come back after it.
-
-    The last column of the buffer is the newest position: exporters measure a window as a distance between columns.
-    """
-    columns = lengths[:, None] - context + mx.arange(context, dtype=mx.int32)
-    index = CacheIndex.make(lengths[:, None] - 1, table).select(columns[:, None])
-    past = [_read(index, pool, entry, block, squeeze=True) for pool, entry in zip(pools, entries, strict=True)]
-    real = mx.arange(seq, dtype=mx.int32) < counts[:, None]
-    return past, mx.concatenate([columns >= 0, real], axis=1), lambda present, entry: present[:, context:]
-
-
-def _in_place(pools, lengths, counts, table, seq, context, entries, block):
-    """The past as a buffer into which the graph writes after as many rows as the mask counts, padding included."""
-    index = CacheIndex.make(lengths[:, None] - 1, table)
-    past = [_read(index, pool, entry, block) for pool, entry in zip(pools, entries, strict=True)]
-    mask = mx.arange(context, dtype=mx.int32) < lengths[:, None] + seq
-
-    def fresh(present, entry):
-        places = lengths[:, None] + mx.arange(seq, dtype=mx.int32)
-        places = mx.repeat(places, entry.heads, axis=0)[:, :, None]
-        return mx.take_along_axis(present, mx.broadcast_to(places, (*places.shape[:2], entry.dim)), axis=1)
-
-    return past, mask, fresh
-
-
-def _grow(pools, lengths, counts, table, seq, context, entries, block):
-    """The past at its exact length, the same for all rows: the graph takes the positions from it."""
-    rows = table.shape[0]
-    if context:
-        index = CacheIndex.make(lengths[:, None] - 1, table)
-        past = [_read(index, pool, entry, block) for pool, entry in zip(pools, entries, strict=True)]
-    else:
-        past = [mx.zeros(entry.sizes(rows, 0), pool.dtype) for pool, entry in zip(pools, entries, strict=True)]
-    return past, mx.ones((rows, context + seq), mx.bool_), lambda present, entry: present[:, context:]
-
-
-def _read(index: CacheIndex, pool: mx.array, entry: Entry, block: int, squeeze: bool = False) -> mx.array:
-    """What the index reads of the pool, in the shape of the graph's past."""
-    seen = index.heads(entry.heads, block).read(pool)
-    seen = seen[:, 0] if squeeze else seen
-    rows, length = seen.shape[0] // entry.heads, seen.shape[1]
-    order = entry.order
-    sizes = entry.sizes(rows, length)
-    return seen.reshape([sizes[axis] for axis in order]).transpose([order.index(axis) for axis in range(len(order))])
-
-
-def _write(entries: Sequence[Entry], block: int) -> Callable[..., Any]:
-    def write(pools, news, places, table):
-        index = CacheIndex.make(places, table)
-        return [
-            index.heads(entry.heads, block).spare(pool.shape[0] - 1).store(new.astype(pool.dtype), pool)
-            for pool, new, entry in zip(pools, news, entries, strict=True)
-        ]
-
-    return write

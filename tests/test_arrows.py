@@ -22,7 +22,8 @@ ARROWS: dict[str, set[str]] = {
     "weights": {"program"},
     "module": {"program", "ops"},
     "model": {"program", "signature", "weights", "module", "tokenizer"},
-    "decoder": {"program", "cache", "ops", "signature", "module"},
+    "steps": {"cache", "ops", "signature", "module"},
+    "decoder": {"cache", "ops", "signature", "module", "steps"},
     "generation": {"program", "cache", "ops", "signature", "module", "decoder", "model"},
     "hub": {"program", "model", "converters"},
     "tasks": {"program", "tokenizer", "model", "generation"},
@@ -37,8 +38,20 @@ ARROWS: dict[str, set[str]] = {
 
 # What comes from outside and where: anything else is a dependency that pyproject.toml doesn't name, or one in a wrong room.
 OUTSIDE = {
-    "mlx": {"ops", "cache", "module", "weights", "decoder", "generation", "tasks", "cli", "converters"},
-    "numpy": {"program", "ops", "cache", "module", "decoder", "generation", "tasks", "hub", "converters"},
+    "mlx": {
+        "ops",
+        "cache",
+        "module",
+        "model",
+        "weights",
+        "steps",
+        "decoder",
+        "generation",
+        "tasks",
+        "cli",
+        "converters",
+    },
+    "numpy": {"program", "ops", "cache", "module", "steps", "decoder", "generation", "tasks", "hub", "converters"},
     "onnx": {"converters"},
     "google": {"converters"},
     "tqdm": {"converters"},

@@ -1,0 +1,204 @@
+"""The steps: a decoder's step as a pure function of arrays, for each way in which a graph keeps its cache.
+
+Over pools a program reads and writes by an index; the others get their past as the graph wants it, exact or as a
+buffer, and give back the keys and values of the step's tokens, which are written into the pools before the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_transmuter import ops
+from mlx_transmuter.cache import CacheIndex
+from mlx_transmuter.module import Module
+from mlx_transmuter.signature import ENDS, INDEX, LANES, Entry, Mode, Signature
+
+
+class DecoderError(ValueError):
+    """A step that the decoder cannot run: what was `found`, what was `expected`, what to `do`."""
+
+    def __init__(self, found: str, expected: str, do: str = ""):
+        self.found, self.expected, self.do = found, expected, do
+        super().__init__(f"found {found}; expected {expected}" + (f". To mend it: {do}." if do else "."))
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What a step runs: the module, its signature, and the most positions of a row (None: no limit)."""
+
+    module: Module
+    signature: Signature
+    max_positions: int | None
+
+
+def pooled(graph: Graph, seq: int, context: int, block: int, paged: bool) -> Callable[..., Any]:
+    """A step over pools: (pools, tokens, lengths, counts, table, given, positions) → (logits, pools')."""
+
+    def run(pools, tokens, lengths, counts, table, given, positions):
+        rows = tokens.shape[0]
+        place = lengths[:, None] + mx.arange(seq, dtype=mx.int32)
+        pos = mx.where(mx.arange(seq, dtype=mx.int32) < counts[:, None], place, -1)
+        index = CacheIndex.make(pos, table) if paged else CacheIndex.rows(block, [0] * rows).narrow(context).at(pos)
+        ends = mx.maximum(counts - 1, 0)
+        place = place if positions is None else positions
+        logits, pools = _over_pools(graph, pools, tokens, index, block, ends[:, None], place, given)
+        return (logits[:, 0] if graph.signature.ends else _at(logits, ends)), pools
+
+    return run
+
+
+def drafted(graph: Graph, seq: int) -> Callable[..., Any]:
+    """The step of a draft: (pools, tokens, places, table, slots, sees, given) → (logits [rows, seq, vocab], pools')."""
+
+    def run(pools, tokens, places, table, slots, sees, given):
+        index = CacheIndex.make(places, table).draft(slots, sees)
+        ends = mx.broadcast_to(mx.arange(seq, dtype=mx.int32), tokens.shape)
+        return _over_pools(graph, pools, tokens, index, 1, ends, mx.maximum(places, 0), given)
+
+    return run
+
+
+def _over_pools(graph, pools, tokens, index, block, ends, place, given):
+    """The program over the pools: the logits of the tokens `ends` [rows, k] (of all, where it can't choose), and the
+    pools'.
+    """
+    signature, module = graph.signature, graph.module
+    feed: dict[str, Any] = dict(given)
+    feed |= {
+        signature.tokens: tokens,
+        INDEX: index,
+        LANES: index.heads(signature.entries[0].heads, block).spare(pools[0].shape[0] - 1),
+    }
+    if signature.positions:
+        feed[signature.positions] = _positions(graph, place, *tokens.shape[:2])
+    if signature.keep:
+        rank = len(module.program.input(signature.keep).shape or ())
+        feed[signature.keep] = np.zeros([1] * rank, np.int64)
+    if signature.ends:
+        feed[ENDS] = ends
+    feed |= {entry.past: pool for entry, pool in zip(signature.entries, pools, strict=True)}
+    given_back = module(**feed)
+    return _logits(graph, given_back), [given_back[entry.present] for entry in signature.entries]
+
+
+def _positions(graph: Graph, place: mx.array, rows: int, seq: int) -> mx.array:
+    """place [rows, seq], or [axes, rows, seq], as the graph's position_ids."""
+    if graph.max_positions:
+        place = mx.minimum(place, graph.max_positions - 1)  # of padding; a table ends there
+    axes = graph.signature.position_axes
+    return mx.broadcast_to(place, (axes, rows, seq)) if axes and place.ndim == 2 else place
+
+
+def _logits(graph: Graph, given_back: Mapping[str, mx.array]) -> mx.array:
+    """The logits [rows, tokens, vocab]. Raises DecoderError for others than the graph declares."""
+    logits = given_back[graph.signature.logits]
+    if logits.ndim != 3 or logits.shape[2] != graph.signature.vocab:
+        raise DecoderError(
+            f"logits of shape {list(logits.shape)}", f"[rows, tokens, {graph.signature.vocab}], as declared"
+        )
+    return logits
+
+
+def _at(logits: mx.array, ends: mx.array) -> mx.array:
+    """logits [rows, seq, vocab] at each row's token ends [rows]: [rows, vocab]."""
+    at = mx.broadcast_to(ends[:, None, None], (logits.shape[0], 1, logits.shape[2]))
+    return mx.take_along_axis(logits, at, axis=1)[:, 0]
+
+
+def unrewritten(graph: Graph, mode: Mode, seq: int, context: int, block: int) -> Callable[..., Any]:
+    """A step over past and present: (pools, tokens, lengths, counts, table, given, positions) → (logits, news).
+
+    The news are the keys and values of the step's tokens, [rows · heads, seq, dim] for each entry of the cache.
+    """
+    signature, module = graph.signature, graph.module
+    inputs = {value.name: value for value in module.program.inputs}
+    cache = {"append": _append, "in_place": _in_place, "grow": _grow}[mode]
+
+    def run(pools, tokens, lengths, counts, table, given, positions):
+        rows = tokens.shape[0]
+        past, mask, fresh = cache(pools, lengths, counts, table, seq, context, signature.entries, block)
+        feed: dict[str, Any] = dict(given)
+        feed[signature.tokens] = tokens
+        if signature.mask:
+            feed[signature.mask] = mask.astype(ops.device_dtype(inputs[signature.mask].dtype))
+        if signature.positions:
+            place = lengths[:, None] + mx.arange(seq, dtype=mx.int32) if positions is None else positions
+            feed[signature.positions] = _positions(graph, place, rows, seq)
+        if signature.branch:
+            feed[signature.branch] = np.array([context > 0])
+        if signature.keep:
+            shape = inputs[signature.keep].shape or ()
+            feed[signature.keep] = np.zeros([1] * len(shape), np.int64)
+        feed |= {entry.past: array for entry, array in zip(signature.entries, past, strict=True)}
+        given_back = module(**feed)
+        logits = _at(_logits(graph, given_back), mx.maximum(counts - 1, 0))
+        news = [
+            fresh(given_back[entry.present].transpose(entry.order).reshape(rows * entry.heads, -1, entry.dim), entry)
+            for entry in signature.entries
+        ]
+        return logits, news
+
+    return run
+
+
+def _append(pools, lengths, counts, table, seq, context, entries, block):
+    """The past as a buffer with its free columns first, hidden by the mask; the new columns come back after it.
+
+    The last column of the buffer is the newest position: exporters measure a window as a distance between columns.
+    """
+    columns = lengths[:, None] - context + mx.arange(context, dtype=mx.int32)
+    index = CacheIndex.make(lengths[:, None] - 1, table).select(columns[:, None])
+    past = [_read(index, pool, entry, block, squeeze=True) for pool, entry in zip(pools, entries, strict=True)]
+    real = mx.arange(seq, dtype=mx.int32) < counts[:, None]
+    return past, mx.concatenate([columns >= 0, real], axis=1), lambda present, entry: present[:, context:]
+
+
+def _in_place(pools, lengths, counts, table, seq, context, entries, block):
+    """The past as a buffer into which the graph writes after as many rows as the mask counts, padding included."""
+    index = CacheIndex.make(lengths[:, None] - 1, table)
+    past = [_read(index, pool, entry, block) for pool, entry in zip(pools, entries, strict=True)]
+    mask = mx.arange(context, dtype=mx.int32) < lengths[:, None] + seq
+
+    def fresh(present, entry):
+        places = lengths[:, None] + mx.arange(seq, dtype=mx.int32)
+        places = mx.repeat(places, entry.heads, axis=0)[:, :, None]
+        return mx.take_along_axis(present, mx.broadcast_to(places, (*places.shape[:2], entry.dim)), axis=1)
+
+    return past, mask, fresh
+
+
+def _grow(pools, lengths, counts, table, seq, context, entries, block):
+    """The past at its exact length, the same for all rows: the graph takes the positions from it."""
+    rows = table.shape[0]
+    if context:
+        index = CacheIndex.make(lengths[:, None] - 1, table)
+        past = [_read(index, pool, entry, block) for pool, entry in zip(pools, entries, strict=True)]
+    else:
+        past = [mx.zeros(entry.sizes(rows, 0), pool.dtype) for pool, entry in zip(pools, entries, strict=True)]
+    return past, mx.ones((rows, context + seq), mx.bool_), lambda present, entry: present[:, context:]
+
+
+def _read(index: CacheIndex, pool: mx.array, entry: Entry, block: int, squeeze: bool = False) -> mx.array:
+    """What the index reads of the pool, in the shape of the graph's past."""
+    seen = index.heads(entry.heads, block).read(pool)
+    seen = seen[:, 0] if squeeze else seen
+    rows, length = seen.shape[0] // entry.heads, seen.shape[1]
+    order = entry.order
+    sizes = entry.sizes(rows, length)
+    return seen.reshape([sizes[axis] for axis in order]).transpose([order.index(axis) for axis in range(len(order))])
+
+
+def write(entries: Sequence[Entry], block: int) -> Callable[..., Any]:
+    def run(pools, news, places, table):
+        index = CacheIndex.make(places, table)
+        return [
+            index.heads(entry.heads, block).spare(pool.shape[0] - 1).store(new.astype(pool.dtype), pool)
+            for pool, new, entry in zip(pools, news, entries, strict=True)
+        ]
+
+    return run
