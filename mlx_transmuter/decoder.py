@@ -24,14 +24,14 @@ SMALLEST_BUCKET = 64
 
 
 def bucket(length: int) -> int:
-    """The context bucket of that many positions: powers of two from 64 to 256, then four sizes an octave.
+    """The context bucket of that many positions.
 
-    A bucket is a compiled step, and what it holds beyond the length is read for nothing: at most a quarter of it, where
-    attention has become a part of a step's time.
+    Powers of two to 256, four sizes an octave to 1,024, then eight. A bucket is a compiled step, and what it holds beyond
+    the length is read for nothing: the larger a part attention has in a step, the less of it.
     """
-    power = max(SMALLEST_BUCKET, 1 << max(0, length - 1).bit_length())
-    quarter = power // 8
-    return power if power <= 256 else -(-length // quarter) * quarter
+    power = stride(length)
+    size = power if power <= 256 else power // 8 if power <= 1024 else power // 16
+    return -(-max(length, 1) // size) * size
 
 
 def stride(length: int) -> int:
@@ -153,8 +153,9 @@ class Run:
         self._pending: tuple[list[mx.array], mx.array, mx.array] | None = None
         self._draft: list[int] | None = None
         self.copies = 0
-        # A step can be built while the one before it runs: Pools.evaluate waits for it, so no write meets its reads.
-        self.runs_ahead = decoder.signature.index
+        # A step can be built while the one before it runs: Pools.evaluate waits for it, so no write meets its reads. On
+        # the CPU backend the two share the cores and nothing is won.
+        self.runs_ahead = decoder.signature.index and mx.default_device() == mx.gpu
 
     def step(self, tokens: Any, counts: Sequence[int], positions: Any = None) -> mx.array:
         """Lazy logits [rows, vocab] at the last real token of each row.
