@@ -26,8 +26,8 @@ SMALLEST_BUCKET = 64
 def bucket(length: int) -> int:
     """The context bucket of that many positions.
 
-    Powers of two to 256, four sizes an octave to 1,024, then eight. A bucket is a compiled step, and what it holds beyond
-    the length is read for nothing: the larger a part attention has in a step, the less of it.
+    Powers of two to 256, four sizes an octave to 1,024, then eight. A bucket is a compiled step, and what it holds
+    beyond the length is read for nothing: the larger a part attention has in a step, the less of it.
     """
     power = stride(length)
     size = power if power <= 256 else power // 8 if power <= 1024 else power // 16
