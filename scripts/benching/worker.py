@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[2]))  # a checkout that isn't installed
 from contenders import CONTENDERS, timed
 
 
