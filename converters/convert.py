@@ -317,10 +317,6 @@ def _tolerance(program: Program) -> float:
     return max(limit for kind, limit in prove.TOLERANCES.items() if kind in kinds or kind == "float32")
 
 
-def _array(tensor: Tensor) -> mx.array:
-    return ops.to_device(np.ascontiguousarray(tensor.read()).reshape(tensor.shape))
-
-
 def _save_weights(folder: Path, program: Program, progress: bool) -> None:
     for old in folder.glob("model*.safetensors*"):
         old.unlink()
@@ -331,7 +327,7 @@ def _save_weights(folder: Path, program: Program, progress: bool) -> None:
         def item(name: str, tensor: Tensor):
             def read_() -> mx.array:
                 bar.update()
-                return _array(tensor)
+                return tensor.array()
 
             return name, ops.device_dtype(tensor.dtype).size * tensor.size, read_
 
@@ -349,6 +345,6 @@ def _plain_module(graph: Program, program: Program, module: Module) -> Module:
             return arrays[by_tensor[id(tensor)]]
         if id(tensor) in turned:
             return arrays[turned[id(tensor)]].T
-        return _array(tensor)
+        return tensor.array()
 
     return Module(replace(graph), {name: array(tensor) for name, tensor in graph.arrays.items()})

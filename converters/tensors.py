@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
 from converters.errors import ConvertError
-from mlx_transmuter.ops import NAMES
+from mlx_transmuter.ops import NAMES, to_device
 
 # Bits of one element as raw data holds it; strings have no raw data.
 BITS = {
@@ -53,6 +54,10 @@ class Tensor:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    def array(self) -> mx.array:
+        """The data as an `mx.array`, read now."""
+        return to_device(np.ascontiguousarray(self.read()).reshape(self.shape))
 
     def transposed(self) -> Tensor:
         """The tensor with its axes in reverse order."""

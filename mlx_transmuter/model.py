@@ -53,13 +53,16 @@ class Model:
 
 
 def load_folder(folder: Path) -> Model:
-    """The Model of a converted folder; its weights are read when they are used.
+    """The Model of a converted folder, its weights in memory, so that any thread may use it.
 
     Raises ProgramError for a folder that is not one or not whole, TokenizerError for a broken tokenizer.
     """
     folder = Path(folder)
+    decoder = load_module(folder)
+    # An array that is still to be read belongs to the stream of this thread; read, it belongs to any.
+    mx.eval(decoder.weights())
     return Model(
-        decoder=load_module(folder),
+        decoder=decoder,
         config=read_json(folder / "config.json"),
         generation_config=generation_config(folder),
         tokenizer=Tokenizer.from_folder(folder),
@@ -68,14 +71,11 @@ def load_folder(folder: Path) -> Model:
 
 
 def load_module(folder: Path) -> Module:
-    """The Module of a folder's program.json and safetensors."""
+    """The Module of a folder's program.json and safetensors, its weights read when they are used."""
     if not (folder / PROGRAM).is_file():
         raise ProgramError(str(folder), f"no {PROGRAM}", "a converted folder", "convert the model first")
     program = Program.load(folder / PROGRAM)
-    arrays = weights.load(folder, program)
-    # An array that is still to be read belongs to the stream of this thread; read, it belongs to any.
-    mx.eval([arrays[name] for name in program.weights if name in arrays])
-    return Module(program, arrays)
+    return Module(program, weights.load(folder, program))
 
 
 def generation_config(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import numpy as np
 
 from converters.match import Answer, Become, Declined, Graph, apply, is_kind
 from converters.observe import Observation, step
-from converters.tensors import Tensor
 from mlx_transmuter import ops
 from mlx_transmuter.module import Module
 from mlx_transmuter.program import Node, Value
@@ -305,7 +304,7 @@ def _added(graph: Graph, signature: Signature, masks: tuple[tuple[str, str], ...
     program = graph.program
     outputs = tuple(Value(name, "float32", None) for name, _ in masks if graph.constant(name) is None)
     part = replace(program, outputs=outputs).select([value.name for value in outputs])
-    arrays: dict[str, mx.array] = {name: _array(tensor) for name, tensor in part.arrays.items()}
+    arrays: dict[str, mx.array] = {name: tensor.array() for name, tensor in part.arrays.items()}
     try:
         found = Module(part, arrays)(**step(program, signature, 1, context, _TOKENS))
         total = np.zeros((1, 1, 1), np.float32)
@@ -334,7 +333,3 @@ def _slopes(added: np.ndarray, seen: np.ndarray) -> list[float] | None:
             return None
         slopes.append(slope)
     return slopes
-
-
-def _array(tensor: Tensor) -> mx.array:
-    return ops.to_device(np.ascontiguousarray(tensor.read()).reshape(tensor.shape))
