@@ -17,7 +17,8 @@ class Become:
     """The node `root` becomes `nodes`, which give all its outputs that are read; with new layers, weights and
     constants.
 
-    aliases: outputs of `root` that from now on are another value.
+    aliases: outputs of `root` that from now on are another value. inputs, outputs: those of the program that are new or
+    of another type.
     """
 
     root: Node
@@ -27,6 +28,7 @@ class Become:
     arrays: dict[str, Tensor] = field(default_factory=dict)
     constants: dict[str, np.ndarray] = field(default_factory=dict)
     inputs: tuple[Value, ...] = ()
+    outputs: tuple[Value, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ def apply(program: Program, rewrite: Rewrite) -> tuple[Program, Record]:
     nodes: list[Node] = []
     layers, arrays, constants = dict(program.layers), dict(program.arrays), dict(program.constants)
     inputs = {value.name: value for value in program.inputs}
+    outputs = {value.name: value for value in program.outputs}
     aliases: dict[str, str] = {}
     for node in program.nodes:
         answer = replaced.get(id(node))
@@ -117,10 +120,12 @@ def apply(program: Program, rewrite: Rewrite) -> tuple[Program, Record]:
         arrays |= answer.arrays
         constants |= answer.constants
         inputs |= {value.name: value for value in answer.inputs}
+        outputs |= {value.name: value for value in answer.outputs}
     nodes = _named(nodes, aliases, [value.name for value in program.outputs])
     program = replace(
         program,
         inputs=tuple(inputs.values()),
+        outputs=tuple(outputs.values()),
         nodes=nodes,
         layers=layers,
         arrays=arrays,

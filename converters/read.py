@@ -17,6 +17,7 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorShapeP
 from tqdm import tqdm
 
 from converters import tensors
+from converters.elements import FROM_INPUT, element_types
 from converters.errors import ConvertError
 from converters.tensors import Tensor
 from mlx_transmuter import ops
@@ -24,6 +25,8 @@ from mlx_transmuter.ops import NAMES
 from mlx_transmuter.program import MAX_CONSTANT_ELEMENTS, Node, Program, ProgramError, Value, Weight
 
 _ONNX_DOMAINS = ("", "ai.onnx")
+# Types that a zero point lies in bytes of, so that it doesn't tell them.
+_BYTES = ("int4", "uint4", "int2", "uint2")
 # Functions that call functions can come to more nodes than memory holds; no decoder has that many.
 MAX_NODES = 2**20
 
@@ -38,7 +41,9 @@ def read(source: Path | ModelProto, *, progress: bool = False) -> Program:
     """
     file = Path("model") if isinstance(source, ModelProto) else Path(source)
     model = source if isinstance(source, ModelProto) else _parse(file)
-    opsets = {"" if o.domain in _ONNX_DOMAINS else o.domain: o.version for o in model.opset_import}
+    # As onnxruntime has it, a model that names no version of ONNX's own operators means the newest.
+    opsets = {"": onnx.defs.onnx_opset_version()}
+    opsets |= {"" if o.domain in _ONNX_DOMAINS else o.domain: o.version for o in model.opset_import}
     try:
         model = _inlined(model, opsets)
     except Exception as error:  # the inliner raises what it likes; the file is at fault
@@ -56,7 +61,9 @@ def read(source: Path | ModelProto, *, progress: bool = False) -> Program:
             f"operators that are not supported: {names}",
             do="convert another file of the model, or export it with other operators",
         )
-    return _Reader(file, opsets, progress).program(model.graph)
+    typed = any(node.op_type in FROM_INPUT for node in _nodes(model.graph.node))
+    types = element_types(model, _ordered(model.graph.node)) if typed else {}
+    return _Reader(file, opsets, types, progress).program(model.graph)
 
 
 def _parse(file: Path) -> ModelProto:
@@ -123,6 +130,10 @@ def _inlined(model: ModelProto, opsets: dict[str, int]) -> ModelProto:
                 continue
             if schema.has_function or schema.has_context_dependent_function:  # pyright: ignore[reportAttributeAccessIssue]
                 names.add((domain, node.op_type))
+                told = {attribute.name for attribute in node.attribute}
+                for name, attribute in schema.attributes.items():  # a body refers to them all, also to those at rest
+                    if attribute.default_value.type and name not in told:
+                        node.attribute.append(attribute.default_value)
     if not names:
         return model
     told = {value.name for value in (*model.graph.input, *model.graph.value_info)}
@@ -184,8 +195,8 @@ def _reads(node: NodeProto) -> Iterator[str]:
 class _Reader:
     """Reads one file: its values' unique names, its constants and its weights."""
 
-    def __init__(self, file: Path, opsets: dict[str, int], progress: bool):
-        self.file, self.opsets = file, opsets
+    def __init__(self, file: Path, opsets: dict[str, int], types: dict[str, int], progress: bool):
+        self.file, self.opsets, self.types = file, opsets, types
         self.taken: set[str] = set()
         self.constants: dict[str, np.ndarray] = {}
         self.arrays: dict[str, Tensor] = {}
@@ -271,6 +282,7 @@ class _Reader:
                     node=f"{proto.op_type} {proto.name!r}",
                 )
         attrs = {a.name: self.attribute(a, proto, scope) for a in proto.attribute}
+        proto, attrs = self.typed(proto, attrs)
         kind, form = _kind(proto, self.opsets)
         if kind == "Constant":
             return self.constant(proto, attrs, scope)
@@ -285,6 +297,21 @@ class _Reader:
             expected = f"the inputs {', '.join(operator.inputs)}"
             raise ConvertError(self.file, f"{len(inputs)} inputs", expected, "export the model again", str(node))
         return [node]
+
+    def typed(self, proto: NodeProto, attrs: dict[str, Any]) -> tuple[NodeProto, dict[str, Any]]:
+        """The node with the type of its result told, where it takes it from an input."""
+        at = FROM_INPUT.get(proto.op_type, len(proto.input)) if proto.domain in _ONNX_DOMAINS else len(proto.input)
+        code = self.types.get(proto.input[at], 0) if at < len(proto.input) else 0
+        if not code:
+            return proto, attrs
+        if proto.op_type == "CastLike":
+            kept = {name: value for name, value in attrs.items() if name in ("saturate", "round_mode")}
+            cast = NodeProto(op_type="Cast", name=proto.name, input=proto.input[:1], output=proto.output)
+            return cast, {**kept, "to": code}
+        return proto, attrs if attrs.get("output_dtype") or NAMES.get(code) not in _BYTES else {
+            **attrs,
+            "output_dtype": code,
+        }
 
     def constant(self, proto: NodeProto, attrs: dict[str, Any], scope: ChainMap[str, str]) -> list[Node]:
         if len(attrs) != 1 or len(proto.output) != 1:

@@ -24,6 +24,7 @@ BITS = {
     **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 16),
     **dict.fromkeys(("int32", "uint32", "float32"), 32),
     **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 64),
+    **dict.fromkeys(("float6_e2m3", "float6_e3m2"), 6),
     **dict.fromkeys(("int4", "uint4", "float4_e2m1"), 4),
     **dict.fromkeys(("int2", "uint2"), 2),
     "float8_e8m0": 8,

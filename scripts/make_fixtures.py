@@ -4,7 +4,7 @@ A name is a folder there (llama, gpt2_ort, ...) or a sweep (sweep/llama). Withou
 hour on one core. The same versions give the same files; they are
 
     torch 2.13.0, transformers 4.57.6, tokenizers 0.22.2, optimum-onnx 0.1.0, onnx 1.23.2, onnxruntime 1.32.0,
-    onnxruntime-genai 0.11.4 (pip install --no-deps, for its model builder), onnx-ir 1.1.0
+    onnxruntime-genai 0.11.4 (pip install --no-deps, for its model builder), onnx-ir 1.1.0, onnxscript 0.7.2
 """
 
 import argparse

@@ -12,7 +12,12 @@ from mlx_transmuter.decoder import Decoder
 
 # How far logits may be from onnxruntime's on the same file, relative to their spread: float32 sums in another order;
 # 4-bit products accumulate in another order over dequantised blocks; half types round each sum.
-LIMITS = {"llama_q4": 1e-3, "llama_fp16": 2e-2}
+LIMITS = {
+    **dict.fromkeys(
+        ("llama_q4", "qwen3_genai_int4", "qwen3_genai_qdq", "qwen2_genai_tied4", "qwen2_genai_tied8"), 1e-3
+    ),
+    **dict.fromkeys(("llama_fp16", "qwen3_genai_fp16"), 2e-2),
+}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,14 +5,17 @@ chains.
 2. positions: a graph that takes positions from the length of its cache gets an input for them, so that it runs over a
 buffer;
    before settle, which would leave fewer nodes to tell positions from columns by.
-3. settle: shapes that are the same in steps of every size become constants, and nodes that change nothing go.
-4. embedding: before linear, so that a head tied to the embedding finds its table.
-5. linear, quantized: products with a constant matrix become layers; flat: these take rows of any shape.
-6. norms, rotary, gates: one node for what exporters write in several.
-7. attention: after settle, which leaves of the repeated keys and of the reshapes only what matters; the past and the
+3. narrow: a cache that is a half type within the graph is one outside too; before settle and attention, which look for
+the cache itself.
+4. settle: shapes that are the same in steps of every size become constants, and nodes that change nothing go; same:
+what is written several times is computed once.
+5. embedding: before linear, so that a head tied to the embedding finds its table.
+6. linear, quantized: products with a constant matrix become layers; flat: these take rows of any shape.
+7. norms, rotary, gates: one node for what exporters write in several.
+8. attention: after settle, which leaves of the repeated keys and of the reshapes only what matters; the past and the
 present
    become pools, and the mask, which nothing reads any more, goes. group_query: the same for onnxruntime's own operator.
-8. last: after attention, since only a program over pools is told which tokens are the last.
+9. last: after attention, since only a program over pools is told which tokens are the last.
 """
 
 from __future__ import annotations
@@ -28,15 +31,19 @@ from converters.passes.gates import gates
 from converters.passes.group_query import group_query
 from converters.passes.last import last
 from converters.passes.linear import linear
+from converters.passes.narrow import narrow
 from converters.passes.norms import norms
 from converters.passes.positions import positions
 from converters.passes.quantized import quantized
 from converters.passes.rotary import rotary
+from converters.passes.same import same
 from converters.passes.settle import settle
 from mlx_transmuter.program import Program
 
 # What leaves past and present as they are, and what makes pools of them.
-IN_GRAPH: tuple[Rewrite, ...] = (fold, positions, settle, embedding, linear, quantized, flat, norms, rotary, gates)
+IN_GRAPH: tuple[Rewrite, ...] = (
+    fold, positions, narrow, settle, same, embedding, linear, quantized, flat, norms, rotary, gates,
+)  # fmt: skip
 OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last)
 
 

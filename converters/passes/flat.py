@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+
+import numpy as np
 
 from converters.match import Answer, Become, Graph, is_kind
 from converters.observe import Observation
@@ -10,7 +13,10 @@ from mlx_transmuter.program import Node
 
 
 def flat(graph: Graph) -> Iterator[Answer]:
-    """Reshape(mlx.linear(Reshape(x))) → mlx.linear(x), where the shapes say that rows stay rows. As GPT-2's Conv1D."""
+    """Reshape(mlx.linear(Reshape(x))) → mlx.linear(x), where the shapes say that rows stay rows. As GPT-2's Conv1D.
+
+    Where the first Reshape also joins the last axes of x, as those of heads and their size, that is what is left of it.
+    """
     seen = Observation.of(graph.program)
     if seen is None:
         return
@@ -27,8 +33,15 @@ def flat(graph: Graph) -> Iterator[Answer]:
         )
         if before is None or inner is None or outer is None or after is None:
             continue
-        if all(
-            b[-1] == i[-1] and a[-1] == o[-1] and a[:-1] == b[:-1]
-            for b, i, o, a in zip(before, inner, outer, after, strict=True)
-        ):
-            yield Become(node, (Node(product.op, (x, *product.inputs[1:]), node.outputs, product.attrs, product.name),))
+        if not all(a[-1] == o[-1] for o, a in zip(outer, after, strict=True)):
+            continue
+        source, nodes, constants = x, [], {}
+        if not all(b[-1] == i[-1] and a[:-1] == b[:-1] for b, i, a in zip(before, inner, after, strict=True)):
+            lead, size = len(after[0]) - 1, inner[0][-1]
+            if not all(b[:lead] == a[:-1] and math.prod(b[lead:]) == size for b, a in zip(before, after, strict=True)):
+                continue
+            source, shape = f"{rows.outputs[0]}.joined", f"{rows.outputs[0]}.joined.shape"
+            constants[shape] = np.array([*[0] * lead, size], np.int64)
+            nodes.append(Node("Reshape-5", (x, shape), (source,), {}, rows.name))
+        nodes.append(Node(product.op, (source, *product.inputs[1:]), node.outputs, product.attrs, product.name))
+        yield Become(node, tuple(nodes), constants=constants)

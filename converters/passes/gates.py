@@ -17,9 +17,13 @@ from mlx_transmuter.module import evaluate
 from mlx_transmuter.ops.fused import ACTIVATIONS
 from mlx_transmuter.program import Node
 
-_CURVES = ("Sigmoid", "Tanh", "Erf")
+# What makes an activation: a curve in several nodes, or all of it in one.
+_WHOLE = ("Gelu", "Swish", "com.microsoft.Gelu", "com.microsoft.FastGelu", "com.microsoft.QuickGelu")
+_CURVES = ("Sigmoid", "Tanh", "Erf", *_WHOLE)
 _ELEMENTWISE = (*_CURVES, "Mul", "Add", "Sub", "Div", "Pow", "Sqrt", "Neg")
 _MOST = 14
+# How far a curve may be from an activation, relative to 1 + its size.
+_EXACT, _HALF = 2e-6, 4e-4
 _GRID = np.concatenate([np.linspace(-12, 12, 2001), [-60.0, 60.0]]).astype(np.float32)
 
 
@@ -29,7 +33,7 @@ def gates(graph: Graph) -> Iterator[Answer]:
     order = {id(node): i for i, node in enumerate(graph.nodes)}
     taken: set[int] = set()
     for node in reversed(graph.nodes):
-        if id(node) in taken or not is_kind(node, "Mul"):
+        if id(node) in taken or not any(is_kind(node, kind) for kind in ("Mul", *_WHOLE)):
             continue
         cone = _cone(graph, node, order)
         kind = _kind(graph, *cone, wanted) if cone else None
@@ -68,13 +72,17 @@ def _cone(graph: Graph, root: Node, order: dict[int, int]) -> tuple[str, list[No
 def _kind(graph: Graph, source: str, nodes: list[Node], wanted: dict[str, np.ndarray]) -> str | None:
     """The activation that the nodes compute of the source, or None."""
     constants = {name: value for node in nodes for name in node.inputs if (value := graph.constant(name)) is not None}
-    if any(value.size != 1 or value.dtype.kind != "f" for value in constants.values()):
+    if any(value.size != 1 or value.dtype.kind not in "fV" for value in constants.values()):
         return None
+    # Constants of a half type are rounded ones: the two forms of Gelu then differ less than the tolerance is wide.
+    half = any(value.dtype.itemsize == 2 for value in constants.values())
     values = {name: value.astype(np.float32) for name, value in constants.items()} | {source: _GRID}
     try:
         for node in nodes:
             values |= dict(zip(node.outputs, evaluate(node, values), strict=False))
     except ops.OperatorError:
         return None
-    found = values[nodes[-1].outputs[0]]
-    return next((kind for kind, curve in wanted.items() if np.allclose(found, curve, rtol=2e-6, atol=2e-6)), None)
+    found, limit = values[nodes[-1].outputs[0]], _HALF if half else _EXACT
+    far = {kind: float((np.abs(found - curve) / (1 + np.abs(curve))).max()) for kind, curve in wanted.items()}
+    nearest = min(far, key=lambda kind: far[kind])
+    return nearest if far[nearest] <= limit else None

@@ -17,12 +17,13 @@ def layer_names(graph: Graph, weight: str, *others: str) -> tuple[str, str, str]
     """The path of the layer that gets the weight of that name and the `others`, and what its weight and bias are
     called.
 
-    A scope may hold more than its layer does, such as a bias that another node adds; the layer then gets a scope of its
-    own.
+    The path is the scope that the weight stands in. A scope may hold more than its layer does, such as a bias that
+    another node adds; the layer then gets a scope of its own.
     """
-    path = weight.removesuffix(".weight")
-    if any(name.startswith(f"{path}.") and name not in (weight, *others) for name in graph.program.arrays):
-        path += ".layer"
+    stem = weight.removesuffix(".weight")
+    path = stem if stem != weight else weight.rpartition(".")[0]
+    if not path or any(name.startswith(f"{path}.") and name not in (weight, *others) for name in graph.program.arrays):
+        path = f"{stem}.layer"
     return path, f"{path}.weight", f"{path}.bias"
 
 

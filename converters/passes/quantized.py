@@ -23,17 +23,25 @@ BITS = (2, 4, 8)
 
 def quantized(graph: Graph) -> Iterator[Answer]:
     """MatMulNBits(x, W) [+ b] → mlx.linear with an nn.QuantizedLinear; GatherBlockQuantized(W, ids) → mlx.embedding
-    with an nn.QuantizedEmbedding. Blocks of 16, which MLX has no form of, stay as they are."""
+    with an nn.QuantizedEmbedding, whose table a head that multiplies with W reads too. Blocks of 16, which MLX has no
+    form of, stay as they are."""
+    tables: dict[str, str] = {}  # the name of a table -> the path of its embedding
+    for node in graph.nodes:
+        if is_kind(node, "com.microsoft.GatherBlockQuantized"):
+            answer = _embedding(graph, node)
+            if isinstance(answer, Become):
+                tables[_table(graph, node)[0]] = next(iter(answer.layers))
+            yield answer
     for node in graph.nodes:
         if is_kind(node, "com.microsoft.MatMulNBits"):
-            yield _linear(graph, node)
-        elif is_kind(node, "com.microsoft.GatherBlockQuantized"):
-            yield _embedding(graph, node)
+            yield _linear(graph, node, tables)
 
 
-def _linear(graph: Graph, node: Node) -> Answer:
+def _linear(graph: Graph, node: Node, tables: dict[str, str]) -> Answer:
     inputs = [*node.inputs, *[""] * (6 - len(node.inputs))]
     name, scales, zeros, order, bias = inputs[1:6]
+    if name in tables and not order and not bias:
+        return Become(node, (Node("mlx.as_linear", (node.inputs[0], tables[name]), node.outputs, name=node.name),))
     rows, columns = int(node.attrs["N"]), int(node.attrs["K"])
     bits, block = int(node.attrs.get("bits", 4)), int(node.attrs["block_size"])
     if problem := _problem(graph, bits, block, columns, [name, scales, *([zeros] if zeros else [])]):
@@ -53,13 +61,14 @@ def _linear(graph: Graph, node: Node) -> Answer:
 
 
 def _embedding(graph: Graph, node: Node) -> Answer:
-    name, _, scales, *more = node.inputs
+    _, _, scales, *more = node.inputs
     zeros = more[0] if more else ""
     bits, block = int(node.attrs.get("bits", 4)), int(node.attrs.get("block_size", 128))
+    name, shape = _table(graph, node)
     table = graph.weight(name)
-    if table is None or table.dtype != "uint8" or len(table.shape) != 2:
+    if table is None or table.dtype != "uint8" or len(shape) != 2:
         return Declined(node, f"the table is {table.dtype if table else 'no weight'}; wanted packed bytes")
-    rows, columns = table.shape[0], table.shape[1] * 8 // bits
+    rows, columns = shape[0], shape[1] * 8 // bits
     if problem := _problem(graph, bits, block, columns, [name, scales, *([zeros] if zeros else [])]):
         return Declined(node, problem)
     if node.attrs.get("gather_axis", 0) != 0 or node.attrs.get("quantize_axis", 1) % 2 != 1:
@@ -73,6 +82,18 @@ def _embedding(graph: Graph, node: Node) -> Answer:
         layers={path: {"kind": "QuantizedEmbedding", "bits": bits, "group_size": _group(block)}},
         arrays=_arrays(graph, path, (name, scales, zeros), rows, columns, bits, block),
     )
+
+
+def _table(graph: Graph, node: Node) -> tuple[str, tuple[int, ...]]:
+    """The table of a gather and its shape: a weight, or one of a product, [rows, blocks, bytes], laid flat."""
+    flat = graph.producer(node.inputs[0], "Reshape")
+    name = flat.inputs[0] if flat else node.inputs[0]
+    table = graph.weight(name)
+    if table is None or flat is None:
+        return name, table.shape if table else ()
+    shape = graph.constant(flat.inputs[1])
+    rows, columns = table.shape[0], math.prod(table.shape[1:])
+    return name, (rows, columns) if shape is not None and list(shape) in ([rows, columns], [rows, -1]) else ()
 
 
 def _group(block: int) -> int:

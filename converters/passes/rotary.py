@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+
+import mlx.core as mx
 
 from converters.match import Answer, Become, Graph, is_kind
-from converters.observe import Observation
+from converters.observe import TRIALS, Observation, step
 from converters.patterns import Op, Var, find
-from mlx_transmuter.program import Node
+from mlx_transmuter import ops
+from mlx_transmuter.module import Module
+from mlx_transmuter.program import Node, Value
 
 _X = Var("x")
 ROTATED = Op(
@@ -26,6 +31,7 @@ def rotary(graph: Graph) -> Iterator[Answer]:
     seen = Observation.of(graph.program)
     if seen is None:
         return
+    alike: dict[str, bool] = {}
     for node in graph.nodes:
         if not is_kind(node, "Add") or (found := find(graph, node, ROTATED)) is None:
             continue
@@ -34,8 +40,11 @@ def rotary(graph: Graph) -> Iterator[Answer]:
             continue
         half = x[0][3] // 2
         halves = _range(graph, seen, found["first"]) == (0, half) and _range(graph, seen, found["second"])[0] == half
-        alike = all(_doubled(graph, found[name]) for name in ("cos", "sin"))
-        if halves and alike and all(shape[0][3] == 2 * half and shape[0][1] == 1 for shape in (cos, sin)):
+        if not halves or not all(len(shape[0]) == 4 and shape[0][1::2] == (1, 2 * half) for shape in (cos, sin)):
+            continue
+        for name in {found["cos"], found["sin"]} - alike.keys():
+            alike[name] = _alike(graph, seen, name)
+        if alike[found["cos"]] and alike[found["sin"]]:
             yield Become(
                 node, (Node("mlx.rotary", (found["x"], found["cos"], found["sin"]), node.outputs, name=node.name),)
             )
@@ -53,15 +62,14 @@ def _range(graph: Graph, seen: Observation, value: str) -> tuple[int | None, int
     return int(starts.ravel()[0]), int(ends.ravel()[0])
 
 
-def _doubled(graph: Graph, value: str, depth: int = 10) -> bool:
-    """Whether the value's halves on the last axis are alike: it comes, by what works on each element, from a Concat(a,
-    a).
-    """
-    node = graph.producer(value)
-    if node is None or not depth:
+def _alike(graph: Graph, seen: Observation, value: str) -> bool:
+    """Whether the value's halves on the last axis are alike: it is computed for a step, however it is written."""
+    program = graph.program
+    part = replace(program, outputs=(Value(value, "float32", None),)).select([value])
+    arrays = {name: tensor.array() for name, tensor in part.arrays.items()}
+    try:
+        found = Module(part, arrays)(**step(program, seen.signature, *TRIALS[0]))[value]
+    except ops.OperatorError:
         return False
-    if is_kind(node, "Concat"):
-        return len(node.inputs) == 2 and node.inputs[0] == node.inputs[1]
-    if any(is_kind(node, kind) for kind in ("Cos", "Sin", "Cast", "Unsqueeze", "Mul", "Reshape")):
-        return any(_doubled(graph, name, depth - 1) for name in node.inputs)
-    return False
+    first, second = mx.split(found, 2, axis=-1)
+    return bool(mx.all(first == second))

@@ -1,4 +1,6 @@
-"""Settle: what the sizes of a step don't change becomes a constant, and what changes nothing goes."""
+"""Settle: what the sizes of a step don't change becomes a constant, what is one of them is read off the tokens, and
+what changes nothing goes.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from converters.match import Answer, Become, Graph, is_kind
-from converters.observe import Observation
+from converters.observe import TRIALS, Observation
 from mlx_transmuter.program import MAX_CONSTANT_ELEMENTS, Node
 
 # Operators that give their first input's elements in its order: with the same shape they give the input itself.
@@ -15,11 +17,13 @@ _SAME_ELEMENTS = ("Reshape", "Expand", "Slice", "Unsqueeze", "Squeeze", "Flatten
 
 
 def settle(graph: Graph) -> Iterator[Answer]:
-    """Host values that are the same in steps of every size → constants; nodes that change nothing → their input; the
-    shape of a Reshape that only keeps sizes → a constant with 0 (as it was) and -1 (the rest)."""
+    """Host values that are the same in steps of every size → constants; the number of rows, or of tokens, whatever it
+    was taken from → that of the tokens; nodes that change nothing → their input; the shape of a Reshape that only keeps
+    sizes → a constant with 0 (as it was) and -1 (the rest)."""
     seen = Observation.of(graph.program)
     if seen is None:
         return
+    given: set[str] = set()
     for node in graph.nodes:
         values = {name: seen.constant(name) for name in node.outputs if name}
         known = {
@@ -27,6 +31,10 @@ def settle(graph: Graph) -> Iterator[Answer]:
         }
         if known and len(known) == len(values):
             yield Become(node, (), constants=known)
+        elif (size := _size(seen, node)) is not None:
+            name, nodes = size
+            yield Become(node, tuple(n for n in nodes if n.outputs[0] not in given), aliases={node.outputs[0]: name})
+            given.update(n.outputs[0] for n in nodes)
         elif (source := _unchanged(graph, seen, node)) is not None:
             yield Become(node, (), aliases={node.outputs[0]: source})
         elif is_kind(node, "Reshape") and graph.constant(node.inputs[1]) is None:
@@ -39,6 +47,28 @@ def settle(graph: Graph) -> Iterator[Answer]:
                     (Node(node.op, (node.inputs[0], name), node.outputs, attrs, node.name),),
                     constants={name: np.array(shape, np.int64)},
                 )
+
+
+def _size(seen: Observation, node: Node) -> tuple[str, list[Node]] | None:
+    """Where the node gives the number of rows or of tokens: the name of that size, and the nodes that read it off the
+    tokens.
+    """
+    values = [one.get(node.outputs[0]) for one in seen.seen]
+    if len(node.outputs) != 1 or not all(
+        isinstance(value, np.ndarray) and value.dtype == np.int64 and value.size == 1 and value.ndim < 2
+        for value in values
+    ):
+        return None
+    sizes = [int(value.item()) for value in values]  # type: ignore[union-attr]
+    axis = next((i for i in (0, 1) if sizes == [(rows, seq)[i] for rows, _, seq in TRIALS]), None)
+    tokens = seen.signature.tokens
+    if axis is None:
+        return None
+    whole, name = f"{tokens}.shape.{axis}", f"{tokens}.size.{axis}"
+    nodes = [Node("Shape-1", (tokens,), (whole,), {"start": axis, "end": axis + 1})]
+    if values[0].ndim:  # type: ignore[union-attr]
+        return whole, nodes
+    return name, [*nodes, Node("Squeeze-13", (whole,), (name,))]
 
 
 def _unchanged(graph: Graph, seen: Observation, node: Node) -> str | None:

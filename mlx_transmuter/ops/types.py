@@ -36,6 +36,8 @@ TYPES: dict[int, tuple[str, mx.Dtype | None]] = {
     24: ("float8_e8m0", None),
     25: ("uint2", mx.uint8),
     26: ("int2", mx.int8),
+    27: ("float6_e2m3", None),
+    28: ("float6_e3m2", None),
 }
 NAMES = {code: name for code, (name, _) in TYPES.items()}
 CODES = {name: code for code, name in NAMES.items()}

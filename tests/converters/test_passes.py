@@ -20,9 +20,13 @@ from converters.passes.attention import attention
 from converters.passes.embedding import embedding
 from converters.passes.group_query import group_query
 from converters.passes.linear import linear
+from converters.passes.narrow import narrow
 from converters.passes.norms import norms
 from converters.passes.positions import positions
 from converters.passes.quantized import quantized
+from converters.passes.rotary import rotary
+from converters.passes.same import same
+from converters.passes.settle import settle
 from converters.read import read
 from mlx_transmuter.program import Node, Program
 from mlx_transmuter.signature import INDEX, outputs
@@ -50,7 +54,17 @@ WANTED = {
     "opt": {"embedding": 2, "linear": 13, "attention": 6, "last": 1},
     "bloom": {"gates": 2, "embedding": 1, "linear": 9, "attention": 6, "last": 1},
     "falcon": {"gates": 2, "embedding": 1, "linear": 9, "rotary": 4, "attention": 6, "last": 1},
+    "llama_dynamo": LLAMA,
+    "qwen2_dynamo_raw": LLAMA,
+    "gpt2_dynamo": {"embedding": 2, "linear": 9, "flat": 8, "gates": 2, "attention": 6, "last": 1},
+    "qwen3_dynamo": {"embedding": 1, "linear": 15, "gates": 2},
     "llama_genai": {"embedding": 1, "linear": 11, "group_query": 2, "last": 1},
+    "qwen3_genai_fp16": {"embedding": 1, "linear": 15, "group_query": 2, "last": 1},
+    # Products over 48 have no whole blocks.
+    "qwen3_genai_int4": {"embedding": 1, "quantized": 13, "gates": 2, "group_query": 2, "last": 1},
+    # One table is embedding and head.
+    "qwen2_genai_tied4": {"embedding": 0, "linear": 0, "quantized": 12, "gates": 2, "group_query": 2, "last": 1},
+    "qwen2_genai_tied8": {"embedding": 0, "linear": 0, "quantized": 12, "gates": 2, "group_query": 2, "last": 1},
     "mistral_genai": {"embedding": 1, "linear": 11, "group_query": 2, "last": 1},
 }
 
@@ -75,8 +89,12 @@ def test_each_rewrite_is_made_as_often_as_the_architecture_asks(name, loaded):
     assert {rewrite: held[rewrite] for rewrite in wanted} == wanted
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "gpt2_ort"])
-def test_every_fixture_but_the_oldest_runs_over_pools_and_nothing_of_past_or_mask_is_left(name, loaded):
+# Attention in one operator, ONNX's own or onnxruntime's, over past and present.
+WHOLE = {"gpt2_ort", "qwen3_dynamo"}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WHOLE])
+def test_every_fixture_but_those_of_one_operator_runs_over_pools_and_nothing_of_past_or_mask_is_left(name, loaded):
     program = loaded(name).decoder.program
     assert program.input(INDEX) is not None
     assert program.input("attention_mask") is None
@@ -113,6 +131,83 @@ def test_a_norm_over_another_axis_declines():
     program = changed(program, "ReduceMean", inputs=(node.inputs[0], "other"))
     assert reasons(program, norms) == ["the mean is not of the last axis alone"]
     assert apply(program, norms)[1].held == 4
+
+
+def half_inside(program: Program, parts: int) -> Program:
+    """The program of a half type with its logits and the first `parts` parts of its cache in float32 outside."""
+    cast = set(sorted(value.name for value in program.inputs if value.name.startswith("past"))[:parts])
+    given = {name.replace("past_key_values", "present") for name in cast}
+    nodes = [Node("Cast-9", (name,), (f"{name}.half",), {"to": 10}) for name in cast]
+    for node in program.nodes:
+        inputs = tuple(
+            f"{name}.half" if name in cast else f"{name}.wide" if name in given else name for name in node.inputs
+        )
+        outputs_ = tuple(f"{name}.wide" if name in given else name for name in node.outputs)
+        nodes.append(replace(node, inputs=inputs, outputs=outputs_))
+    nodes += [Node("Cast-9", (f"{name}.wide",), (name,), {"to": 1}) for name in given]
+
+    def wide(values):
+        return tuple(replace(value, dtype="float32") if value.name in cast | given else value for value in values)
+
+    return replace(program, nodes=nodes, inputs=wide(program.inputs), outputs=wide(program.outputs))
+
+
+def test_a_cache_that_is_half_inside_is_kept_so():
+    program, record = apply(half_inside(before("llama_fp16", narrow), 4), narrow)
+    assert record.held == 8
+    for value in (*program.inputs, *program.outputs):
+        if value.name.startswith(("past", "present")):
+            assert value.dtype == "float16"
+    program.validate()
+
+
+def test_a_cache_of_which_a_part_alone_is_half_inside_declines():
+    program = half_inside(before("llama_fp16", narrow), 2)
+    assert reasons(program, narrow) == ["a part of the cache alone is cast; wanted all of it"]
+
+
+def test_a_cache_that_is_rounded_on_its_way_out_stays():
+    """Kept in float32 its keys would be less rounded than the graph's."""
+    program = half_inside(before("llama_fp16", narrow), 4)
+    nodes = [replace(n, attrs={"to": 10}) if n.outputs[0].startswith("present") else n for n in program.nodes]
+    assert apply(replace(program, nodes=nodes), narrow)[1].held == 0
+
+
+def test_what_is_written_twice_is_computed_once_but_for_chance_and_what_the_graph_gives():
+    program = before("llama", same)
+    table = next(iter(program.weights))
+    extra = [
+        Node("Abs-6", (table,), ("a",)), Node("Abs-6", (table,), ("b",)), Node("Neg-6", (table,), ("c",)),
+        Node("RandomNormalLike-1", (table,), ("d",)), Node("RandomNormalLike-1", (table,), ("e",)),
+        Node("Concat-4", ("a", "b"), ("f",), {"axis": 0}), Node("Concat-4", ("b", "b"), ("g",), {"axis": 0}),
+        Node("Concat-4", ("b", "b"), ("h",), {"axis": 1}),
+    ]  # fmt: skip
+    aliases = {}
+    for answer in same(Graph(replace(program, nodes=[*program.nodes, *extra]))):
+        aliases |= answer.aliases
+    assert {name: other for name, other in aliases.items() if name in "abcdefgh"} == {"b": "a", "g": "f"}
+
+
+def test_a_size_taken_from_the_cache_is_read_off_the_tokens_unless_it_is_the_cache_s_own():
+    """torch.onnx takes the number of rows from the last past, whose length is no size of a step's tokens."""
+    program = before("llama_dynamo", settle)
+
+    taken = [node for node in program.nodes if node.op == "Shape-1" and node.inputs[0].startswith("past")]
+    assert [node.attrs["start"] for node in taken] == [2, 0]
+    after = apply(program, settle)[0]
+    taken = [node for node in after.nodes if node.op == "Shape-1" and node.inputs[0].startswith("past")]
+    assert [node.attrs["start"] for node in taken] == [2]
+
+
+def test_a_rotation_by_tables_whose_halves_differ_stays():
+    program = before("llama", rotary)
+    assert apply(program, rotary)[1].held == 4
+    at = next(i for i, node in enumerate(program.nodes) if node.op.startswith("Cos"))
+    cos = program.nodes[at]
+    summed = [replace(cos, outputs=("plain",)), Node("CumSum-11", ("plain", "last"), cos.outputs)]
+    program.constants["last"] = np.array(-1)
+    program = replace(program, nodes=[*program.nodes[:at], *summed, *program.nodes[at + 1 :]])
+    assert apply(program, rotary)[1].held == 0
 
 
 def test_a_mask_that_shows_later_columns_declines():

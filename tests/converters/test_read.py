@@ -2,52 +2,17 @@
 
 from __future__ import annotations
 
-import mlx.core as mx
 import numpy as np
 import onnx
 import pytest
 import toy
 from onnx import TensorProto, helper, numpy_helper
+from small import BOOL, F32, I64, X, agrees, branch, model, run
 
 from converters.convert import convert
 from converters.errors import ConvertError
 from converters.read import read
 from mlx_transmuter import ops
-from mlx_transmuter.module import Module
-from mlx_transmuter.program import Program
-
-F32, I64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
-X = np.array([[1.0, -2.0, 3.0], [0.5, 4.0, -6.0]], np.float32)
-
-
-def model(nodes, *, initializers=(), sparse=(), inputs=(("x", F32, [2, 3]),), outputs=("y",), functions=(), opset=18):
-    results = [onnx.ValueInfoProto(name=name) for name in outputs]
-    given = [helper.make_tensor_value_info(*value) for value in inputs]
-    graph = helper.make_graph(nodes, "g", given, results, list(initializers), sparse_initializer=list(sparse))
-    imports = [helper.make_opsetid("", opset), helper.make_opsetid("local", 1)]
-    return helper.make_model(graph, opset_imports=imports, functions=list(functions), ir_version=10)
-
-
-def run(program: Program, **inputs) -> dict[str, np.ndarray]:
-    arrays = {name: ops.to_device(tensor.read()) for name, tensor in program.arrays.items()}
-    found = Module(program, arrays)(**{name: mx.array(value) for name, value in inputs.items()})
-    return {name: np.array(value) for name, value in found.items()}
-
-
-def reference(proto, **inputs) -> dict[str, np.ndarray]:
-    from onnx.reference import ReferenceEvaluator
-
-    names = [value.name for value in proto.graph.output]
-    return dict(zip(names, ReferenceEvaluator(proto).run(None, inputs), strict=True))
-
-
-def agrees(proto, **inputs) -> Program:
-    program = read(proto)
-    found, wanted = run(program, **inputs), reference(proto, **inputs)
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
-    return program
 
 
 @pytest.mark.parametrize("opset", [11, 12, 13, 14, 15, 17, 18, 19, 20, 21, 22, 23])
@@ -138,10 +103,6 @@ def test_an_initialiser_that_is_also_an_input_is_a_weight():
     program = read(proto)
     assert [value.name for value in program.inputs] == ["x"]
     assert run(program, x=X)["y"].tolist() == (X + X).tolist()
-
-
-def branch(nodes, result, initializers=()):
-    return helper.make_graph(nodes, "branch", [], [onnx.ValueInfoProto(name=result)], list(initializers))
 
 
 def test_branches_may_use_the_names_of_their_siblings_and_have_initialisers():
@@ -274,6 +235,40 @@ def test_an_operator_with_a_body_in_its_schema_is_expanded_into_it(op, inputs, a
     proto.graph.input.extend(typed)
     program = agrees(proto, x=X)
     assert len(program.nodes) > 1
+
+
+@pytest.mark.parametrize(
+    "op",
+    ["Elu", "HardSigmoid", "LeakyRelu", "MeanVarianceNormalization", "Selu", "Shrink", "Swish", "ThresholdedRelu"],
+)
+def test_a_body_of_a_schema_has_the_defaults_of_the_attributes_that_are_not_told(op, monkeypatch):
+    form = ops.form
+    monkeypatch.setattr(ops, "form", lambda kind, opset: None if kind == op else form(kind, opset))
+    proto = model([helper.make_node(op, ["x"], ["y"], **({"axes": [1]} if op.startswith("Mean") else {}))], opset=24)
+    program = agrees(proto, x=X)
+    assert len(program.nodes) > 1
+
+
+@pytest.mark.parametrize(
+    "domains", [("com.microsoft",), ("ai.onnx",), ("", "com.microsoft", "com.acme"), ("ai.onnx.ml",)]
+)
+def test_domains_in_any_number_and_spelling(domains):
+    """Without a version of ONNX's own operators the newest are meant, as onnxruntime has it."""
+    proto = model([helper.make_node("Relu", ["x"], ["h"]), helper.make_node("ReduceSum", ["h", "a"], ["y"])],
+                  initializers=[numpy_helper.from_array(np.array([1]), "a")])  # fmt: skip
+    del proto.opset_import[:]
+    proto.opset_import.extend(helper.make_opsetid(name, 18 if name in ("", "ai.onnx") else 1) for name in domains)
+    program = read(proto)
+    assert [node.op for node in program.nodes] == ["Relu-6", "ReduceSum-13"]
+    assert run(program, x=X)["y"].tolist() == np.maximum(X, 0).sum(1, keepdims=True).tolist()
+
+
+def test_a_model_without_any_version_is_refused(tmp_path):
+    proto = model([helper.make_node("Relu", ["x"], ["y"])])
+    del proto.opset_import[:]
+    (tmp_path / "model.onnx").write_bytes(proto.SerializeToString())
+    with pytest.raises(ConvertError, match="without a graph"):
+        read(tmp_path / "model.onnx")
 
 
 def test_unsupported_operators_are_listed_at_once_with_a_node_each():

@@ -27,6 +27,7 @@ ELEMENTS = {
     "COMPLEX64": [1 + 2j, -3j], "COMPLEX128": [1 + 2j, -3.5],
     "FLOAT8E4M3FN": FLOATS, "FLOAT8E4M3FNUZ": FLOATS, "FLOAT8E5M2": FLOATS, "FLOAT8E5M2FNUZ": FLOATS,
     "FLOAT8E8M0": [1.0, 2.0, 0.25], "FLOAT4E2M1": [*FLOATS, 6.0],
+    "FLOAT6E2M3": [*FLOATS, 7.5], "FLOAT6E3M2": [*FLOATS, -28.0],
     "INT4": [0, 7, -8, 3, -1], "UINT4": [0, 15, 9], "INT2": [0, 1, -2, -1, 1], "UINT2": [0, 3, 2],
 }  # fmt: skip
 
@@ -66,7 +67,7 @@ def wanted(kind: str) -> list:
 def named(kind: str) -> str:
     """The type as programs spell it."""
     spelled = {"FLOAT": "float32", "DOUBLE": "float64"}.get(kind, kind.lower())
-    return spelled.replace("float8e", "float8_e").replace("float4e", "float4_e")
+    return spelled.replace("float8e", "float8_e").replace("float4e", "float4_e").replace("float6e", "float6_e")
 
 
 KINDS = [TensorProto.DataType.Name(code) for code in NAMES]

@@ -59,11 +59,6 @@ EXCLUDED = (
         "chance: ONNX fixes the distribution, the case expects one generator's draws",
     ),
     Exclusion(
-        r"test_castlike_FLOAT(16)?_to_U?INT[24]|test_quantizelinear_(int4|u?int2)",
-        AssertionError,
-        "integers of 2 and 4 bits are held in bytes, which do not tell the width to an operator that follows their type",
-    ),
-    Exclusion(
         r"test_attention_4d_causal_fp16(_expanded)?",
         AssertionError,
         "half precision: one rounding up and one down are two steps apart, and the case allows fewer",
