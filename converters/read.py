@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import re
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from mlx_transmuter.ops import NAMES
 from mlx_transmuter.program import MAX_CONSTANT_ELEMENTS, Node, Program, ProgramError, Value, Weight
 
 _ONNX_DOMAINS = ("", "ai.onnx")
+# Where torch.onnx says which modules a node is of, from the outermost on, and at last its own name.
+_SCOPES = "pkg.torch.onnx.name_scopes"
 # Types that a zero point lies in bytes of, so that it doesn't tell them.
 _BYTES = ("int4", "uint4", "int2", "uint2")
 # Functions that call functions can come to more nodes than memory holds; no decoder has that many.
@@ -120,7 +123,7 @@ def _inlined(model: ModelProto, opsets: dict[str, int]) -> ModelProto:
         if (count := _expanded(model.graph.node, functions, {})) > MAX_NODES:
             raise ValueError(f"{count} nodes or more, at most {MAX_NODES} can be read")
         model = onnx.inliner.inline_local_functions(model)
-    names = set()
+    schemas: dict[tuple[str, str], onnx.defs.OpSchema] = {}
     for node in _nodes(model.graph.node):
         if _kind(node, opsets)[1] is None:
             domain = "" if node.domain in _ONNX_DOMAINS else node.domain
@@ -129,18 +132,21 @@ def _inlined(model: ModelProto, opsets: dict[str, int]) -> ModelProto:
             except onnx.defs.SchemaError:
                 continue
             if schema.has_function or schema.has_context_dependent_function:  # pyright: ignore[reportAttributeAccessIssue]
-                names.add((domain, node.op_type))
-                told = {attribute.name for attribute in node.attribute}
-                for name, attribute in schema.attributes.items():  # a body refers to them all, also to those at rest
-                    if attribute.default_value.type and name not in told:
-                        node.attribute.append(attribute.default_value)
-    if not names:
+                schemas[domain, node.op_type] = schema
+    if not schemas:
         return model
+    model = ModelProto.FromString(model.SerializeToString())  # the caller's stays as it is
+    for node in _nodes(model.graph.node):
+        schema = schemas.get(("" if node.domain in _ONNX_DOMAINS else node.domain, node.op_type))
+        told = {attribute.name for attribute in node.attribute}
+        for name, attribute in schema.attributes.items() if schema else ():
+            if attribute.default_value.type and name not in told:  # a body refers to them all, also to those at rest
+                node.attribute.append(attribute.default_value)
     told = {value.name for value in (*model.graph.input, *model.graph.value_info)}
     for tensor in model.graph.initializer:  # a body that depends on types is chosen by them
         if tensor.name not in told:
             model.graph.value_info.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
-    model = onnx.inliner.inline_selected_functions(model, sorted(names), inline_schema_functions=True)
+    model = onnx.inliner.inline_selected_functions(model, sorted(schemas), inline_schema_functions=True)
     return model
 
 
@@ -292,7 +298,7 @@ class _Reader:
             inputs = inputs[:-1]
         outputs = tuple(self.name(name, scope) if name else "" for name in proto.output)
         attrs = {name: value for name, value in attrs.items() if value is not None}
-        node, operator = Node(form, inputs, outputs, attrs, proto.name), ops.OPERATORS[form]
+        node, operator = Node(form, inputs, outputs, attrs, _scoped(proto)), ops.OPERATORS[form]
         if len(inputs) < operator.required or (len(inputs) > len(operator.inputs) and not operator.variadic):
             expected = f"the inputs {', '.join(operator.inputs)}"
             raise ConvertError(self.file, f"{len(inputs)} inputs", expected, "export the model again", str(node))
@@ -358,6 +364,13 @@ class _Reader:
             "numbers, text, tensors or graphs",
             node=f"{node.op_type} {node.name!r}",
         )
+
+
+def _scoped(proto: NodeProto) -> str:
+    """The node's name, after the module it is of where torch.onnx says which: "/model.layers.0.mlp/node_linear"."""
+    told = next((entry.value for entry in proto.metadata_props if entry.key == _SCOPES), "")
+    scopes = re.findall(r"'([^']*)'", told)
+    return f"/{scopes[-2]}/{proto.name}" if len(scopes) > 1 and scopes[-2] else proto.name
 
 
 def _axis(dim: TensorShapeProto.Dimension) -> int | str | None:

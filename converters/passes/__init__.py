@@ -8,7 +8,7 @@ buffer;
 3. narrow: a cache that is a half type within the graph is one outside too; before settle and attention, which look for
 the cache itself.
 4. settle: shapes that are the same in steps of every size become constants, and nodes that change nothing go; same:
-what is written several times is computed once.
+what is written several times is computed once; stored: what is done to a weight alone is done now.
 5. embedding: before linear, so that a head tied to the embedding finds its table.
 6. linear, quantized: products with a constant matrix become layers; flat: these take rows of any shape.
 7. norms, rotary, gates: one node for what exporters write in several.
@@ -38,11 +38,12 @@ from converters.passes.quantized import quantized
 from converters.passes.rotary import rotary
 from converters.passes.same import same
 from converters.passes.settle import settle
+from converters.passes.stored import stored
 from mlx_transmuter.program import Program
 
 # What leaves past and present as they are, and what makes pools of them.
 IN_GRAPH: tuple[Rewrite, ...] = (
-    fold, positions, narrow, settle, same, embedding, linear, quantized, flat, norms, rotary, gates,
+    fold, positions, narrow, settle, same, stored, embedding, linear, quantized, flat, norms, rotary, gates,
 )  # fmt: skip
 OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last)
 

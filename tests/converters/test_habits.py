@@ -1,0 +1,185 @@
+"""Habits of exporters: one decoder, written as each writes it, gives the same logits from as few nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import toy
+from conftest import FIXTURES
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+
+from converters.convert import convert
+from converters.names import name_weights
+from converters.read import read
+from mlx_transmuter.model import load_folder
+
+IDS = [3, 1, 15, 7, 7]
+
+
+def constant_nodes(model: ModelProto) -> None:
+    """Weights as nodes, as torch.onnx writes them without folding."""
+    for one in model.graph.initializer:
+        model.graph.node.insert(0, helper.make_node("Constant", [], [one.name], value=one))
+    del model.graph.initializer[:]
+
+
+def through(kind: str, stored: Callable[[np.ndarray], TensorProto], **attrs) -> Callable[[ModelProto], None]:
+    """The weights read through a node of that kind over what is stored in their place."""
+
+    def change(model: ModelProto) -> None:
+        for one in [t for t in model.graph.initializer if t.name in toy.weights()]:
+            tensor = stored(numpy_helper.to_array(one))
+            tensor.name = f"stored.{one.name}"
+            model.graph.initializer.append(tensor)
+            model.graph.node.insert(0, helper.make_node(kind, [tensor.name], [one.name], **attrs))
+            model.graph.initializer.remove(one)
+
+    return change
+
+
+def shared(model: ModelProto) -> None:
+    """One matrix for the products of two layers, the second time through an Identity."""
+    model.graph.node.insert(0, helper.make_node("Identity", ["onnx::MatMul_1"], ["again"]))
+    twice = helper.make_node("MatMul", ["x", "again"], ["x2"])
+    model.graph.node.insert(list(model.graph.node).index(toy.node(model, "q")), twice)
+    toy.node(model, "q").input[0] = "x2"
+
+
+def opaque(model: ModelProto) -> None:
+    """No name says anything: those of torch.jit's values, and none of nodes."""
+    names = {one.name: f"onnx::MatMul_{i + 733}" for i, one in enumerate(model.graph.initializer)}
+    renamed(model, names | {node.output[0]: str(i) for i, node in enumerate(model.graph.node)})
+    for node in model.graph.node:
+        node.name = ""
+
+
+def slashes(model: ModelProto) -> None:
+    """Values and nodes named as paths, with what names may also hold."""
+    model.graph.name = "/a graph/"
+    renamed(model, {node.output[0]: f"/m/{node.output[0]}:0 (é)" for node in model.graph.node})
+
+
+def renamed(model: ModelProto, names: dict[str, str]) -> None:
+    kept = {value.name for value in (*model.graph.input, *model.graph.output)}
+    names = {old: new for old, new in names.items() if old not in kept}
+    for one in model.graph.initializer:
+        one.name = names.get(one.name, one.name)
+    for node in model.graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
+
+
+def one_name(model: ModelProto) -> None:
+    for node in model.graph.node:
+        node.name = "node"
+
+
+def old(model: ModelProto) -> None:
+    """IR 3, which lists initialisers among the inputs."""
+    model.ir_version = 3
+    for one in model.graph.initializer:
+        model.graph.input.append(helper.make_tensor_value_info(one.name, one.data_type, one.dims))
+
+
+def unordered(model: ModelProto) -> None:
+    nodes = list(model.graph.node)
+    del model.graph.node[:]
+    model.graph.node.extend(nodes[::-1])
+
+
+def functions(model: ModelProto) -> None:
+    """The mask as a function local to the model, which calls another."""
+    nodes = list(model.graph.node)
+    begin, end = (next(i for i, n in enumerate(nodes) if name in n.output) for name in ("past_shape", "seen"))
+    inner = helper.make_function("pkg", "seen", ["shown4", "causal"], ["seen"], [nodes[end]], model.opset_import)
+    call = helper.make_node("seen", ["shown4", "causal"], ["seen"], domain="pkg")
+    names = ["past_key_values.0.key", "attention_mask", "two", "one0", "zero0", "one", "heads"]
+    imports = [*model.opset_import, helper.make_opsetid("pkg", 1)]
+    outer = helper.make_function("pkg", "mask", names, ["seen"], [*nodes[begin:end], call], imports)
+    model.functions.extend([inner, outer])
+    model.opset_import.append(helper.make_opsetid("pkg", 1))
+    del model.graph.node[begin : end + 1]
+    model.graph.node.insert(begin, helper.make_node("mask", names, ["seen"], domain="pkg"))
+
+
+def half_stored(model: ModelProto) -> None:
+    """Weights of half the size, cast where they are used."""
+    through("Cast", lambda array: numpy_helper.from_array(array.astype(np.float16)), to=TensorProto.FLOAT)(model)
+
+
+HABITS = {
+    "weights as Constant nodes": constant_nodes,
+    "weights behind Identity": through("Identity", numpy_helper.from_array),
+    "weights behind Transpose": through("Transpose", lambda array: numpy_helper.from_array(array.T.copy())),
+    "weights behind Cast": half_stored,
+    "a weight of two layers": shared,
+    "opaque names": opaque,
+    "names with slashes": slashes,
+    "all nodes of one name": one_name,
+    "initialisers among the inputs": old,
+    "nodes in no order": unordered,
+    "functions of the model": functions,
+}
+
+
+@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize("external", [False, True])
+def test_a_habit_changes_neither_the_logits_nor_what_is_left_of_the_graph(habit, external, tmp_path):
+    plain = load_folder(
+        convert(toy.write(tmp_path / "plain", toy.decoder()), "model.onnx", tmp_path / "p", progress=False)
+    )
+    model = toy.decoder()
+    HABITS[habit](model)
+    source = toy.write(tmp_path / "source", model, external=external and not habit.endswith(("nodes", "names")))
+    if habit == "all nodes of one name":  # onnxruntime refuses the file, in which nothing is ambiguous
+        wanted = toy.expected(toy.decoder(), IDS)
+    else:
+        wanted = toy.expected(source / "model.onnx", IDS)
+    folder = convert(source, "model.onnx", tmp_path / "out", progress=False)
+    np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=1e-4)
+    program = load_folder(folder).decoder.program
+    extra = 1 if habit == "a weight of two layers" else 0
+    assert len(program.nodes) == len(plain.decoder.program.nodes) + extra
+    assert len(program.layers) == len(plain.decoder.program.layers)
+
+
+@pytest.mark.parametrize("name", ["llama_dynamo", "gpt2_dynamo"])
+def test_weights_that_torch_onnx_has_folded_get_the_names_of_their_modules(name):
+    program = read(FIXTURES / name / "model.onnx")
+    assert any(weight.startswith("val_") for weight in program.weights)
+    module = (
+        "decoder.model.layers.1.self_attn.q_proj" if name == "llama_dynamo" else "decoder.transformer.h.1.attn.c_attn"
+    )
+    names = {weight for weight in name_weights(program).weights if module in weight}
+    assert names == ({f"{module}.weight"} if name == "llama_dynamo" else {f"{module}.weight", f"{module}.bias"})
+
+
+def test_reading_a_model_reads_none_of_its_external_data(tmp_path, monkeypatch):
+    """A file of 3 GB, of holes, and weights beyond the second GB: what is no constant is read when it is used."""
+    model = toy.decoder()
+    array = toy.initializer(model, "model.embed.weight")
+    with open(tmp_path / "model.onnx_data_1", "wb") as file:
+        file.truncate(3 * 2**30)
+    toy.place(array, "model.onnx_data_1", 2**31 + 64, len(array.raw_data))
+    array.ClearField("raw_data")
+    toy.write(tmp_path, model)
+
+    def read_at_all(*args, **kwargs):
+        raise AssertionError("the data was read")
+
+    monkeypatch.setattr(np, "memmap", read_at_all)
+    program = read(tmp_path / "model.onnx")
+    with pytest.raises(AssertionError, match="the data was read"):
+        program.arrays["model.embed.weight"].read()
+
+
+def test_onnx_is_not_changed_by_reading_it():
+    """A model that is handed over as a ModelProto stays as it was."""
+    model = toy.decoder()
+    functions(model)
+    model.graph.node.append(helper.make_node("SoftmaxCrossEntropyLoss", ["logits", "position_ids"], ["loss"]))
+    before = model.SerializeToString(deterministic=True)
+    read(model)
+    assert model.SerializeToString(deterministic=True) == before
