@@ -49,27 +49,31 @@ def name_weights(program: Program) -> Program:
         | set(program.constants)
         | {n for x in program.all_nodes() for n in x.outputs}
     )
-    prefixes: set[str] = set()
+    scoped: dict[str, str] = {}  # a scope -> what it is called
+    used: set[str] = set()
+    last: dict[str, int] = {}
     names: dict[str, str] = {}
     # Names that are good already come first, so that a derived one never takes their place.
     for name in sorted(program.weights, key=lambda name: not _PLAIN.fullmatch(name)):
         wanted = _clean(name) if _PLAIN.fullmatch(name) or name not in readers else _derived(*readers[name])
         path = ""
-        *scopes, last = wanted.split(".")
+        *scopes, leaf = wanted.split(".")
         for scope in scopes:
-            path = _unique(f"{path}.{scope}" if path else scope, taken)
-            prefixes.add(path)
-        names[name] = _unique(f"{path}.{last}" if path else last, taken, prefixes)
+            whole = f"{path}.{scope}" if path else scope
+            path = scoped.get(whole) or _unique(whole, last, taken)
+            scoped[whole] = path
+            used.add(path)
+        names[name] = _unique(f"{path}.{leaf}" if path else leaf, last, taken, used)
         taken.add(names[name])
     return _renamed(program, names)
 
 
-def _unique(name: str, *taken: set[str]) -> str:
-    """`name`, or with the first number after it that none has taken."""
-    unique, i = name, 1
+def _unique(name: str, last: dict[str, int], *taken: set[str]) -> str:
+    """`name`, or with the first number after it that none has taken; `last` keeps that of each name."""
+    unique = name
     while any(unique in names for names in taken):
-        i += 1
-        unique = f"{name}_{i}"
+        last[name] = last.get(name, 1) + 1
+        unique = f"{name}_{last[name]}"
     return unique
 
 

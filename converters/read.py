@@ -30,8 +30,9 @@ _ONNX_DOMAINS = ("", "ai.onnx")
 _SCOPES = "pkg.torch.onnx.name_scopes"
 # Types that a zero point lies in bytes of, so that it doesn't tell them.
 _BYTES = ("int4", "uint4", "int2", "uint2")
-# Functions that call functions can come to more nodes than memory holds; no decoder has that many.
-MAX_NODES = 2**20
+# Functions that call functions can come to more nodes than memory holds. A decoder of many layers has a function for
+# one and calls it: a node is written once for so many that run.
+CALLS, FEW_NODES = 128, 2**14
 
 
 def read(source: Path | ModelProto, *, progress: bool = False) -> Program:
@@ -120,8 +121,10 @@ def _kind(node: NodeProto, opsets: dict[str, int]) -> tuple[str, str | None]:
 def _inlined(model: ModelProto, opsets: dict[str, int]) -> ModelProto:
     if model.functions:
         functions = {(function.domain, function.name): function for function in model.functions}
-        if (count := _expanded(model.graph.node, functions, {})) > MAX_NODES:
-            raise ValueError(f"{count} nodes or more, at most {MAX_NODES} can be read")
+        written = sum(1 for nodes in (model.graph.node, *(f.node for f in model.functions)) for _ in _nodes(nodes))
+        most = FEW_NODES + CALLS * written
+        if (count := _expanded(model.graph.node, functions, {})) > most:
+            raise ValueError(f"{count} nodes or more of {written} written ones, at most {most} are read")
         model = onnx.inliner.inline_local_functions(model)
     schemas: dict[tuple[str, str], onnx.defs.OpSchema] = {}
     for node in _nodes(model.graph.node):
@@ -156,7 +159,7 @@ def _expanded(nodes: Iterable[NodeProto], functions: dict, sizes: dict[tuple[str
     for node in _nodes(nodes):
         key = node.domain, node.op_type
         if key in functions and key not in sizes:
-            sizes[key] = MAX_NODES + 1  # that of a function that calls itself
+            sizes[key] = 2**62  # that of a function that calls itself
             sizes[key] = _expanded(functions[key].node, functions, sizes)
         count += sizes.get(key, 1)
     return count
@@ -204,6 +207,7 @@ class _Reader:
     def __init__(self, file: Path, opsets: dict[str, int], types: dict[str, int], progress: bool):
         self.file, self.opsets, self.types = file, opsets, types
         self.taken: set[str] = set()
+        self.again: dict[str, int] = {}  # the last number that a name was given with
         self.constants: dict[str, np.ndarray] = {}
         self.arrays: dict[str, Tensor] = {}
         self.bar = tqdm(desc="reading", unit="node", disable=None if progress else True, leave=False)
@@ -229,10 +233,10 @@ class _Reader:
             raise ConvertError(
                 self.file, f"the value {name!r} given twice", "each value given once", "export the model again"
             )
-        unique, i = name, 1
+        unique = name
         while scope.parents and unique in self.taken:
-            i += 1
-            unique = f"{name}~{i}"
+            self.again[name] = self.again.get(name, 1) + 1
+            unique = f"{name}~{self.again[name]}"
         self.taken.add(unique)
         scope[name] = unique
         return unique
@@ -326,11 +330,9 @@ class _Reader:
         ((kind, value),) = attrs.items()
         name = self.name(proto.output[0], scope)
         if not isinstance(value, Tensor):
-            dtype = {"f": np.float32, "i": np.int64}.get(kind.removeprefix("value_")[0])
-            array = np.array(value, dtype)
-            value = Tensor(
-                {"f": "float32", "i": "int64"}.get(kind.removeprefix("value_")[0], "string"), array.shape, lambda: array
-            )
+            dtype = {"f": "float32", "i": "int64"}.get(kind.removeprefix("value_")[0], "string")
+            array = tensors.texts(value, self.file, name) if dtype == "string" else np.array(value, dtype)
+            value = Tensor(dtype, array.shape, lambda: array)
         self.give(name, value)
         return []
 

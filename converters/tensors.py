@@ -35,6 +35,7 @@ BITS = {
 # Axes are int32 in MLX, and numpy has at most 64 of them.
 LARGEST_AXIS = 2**31
 MAX_RANK = 32
+MOST_ELEMENTS = 2**56
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,30 @@ def tensor(proto: TensorProto, file: Path, name: str | None = None) -> Tensor:
         raise ConvertError(
             file, f"{count} elements for the tensor {name!r} of shape {list(shape)}", f"{math.prod(shape)}"
         )
+    if dtype == "string":
+        return Tensor(dtype, shape, lambda: texts([*proto.string_data], file, name).reshape(shape))
     return Tensor(dtype, shape, lambda: _array(proto))
 
 
+def texts(values: str | bytes | Sequence[str | bytes], file: Path, name: str) -> np.ndarray:
+    """The texts as a numpy array, in which each takes the room of the longest. Raises ConvertError where that is much
+    more than the file has.
+    """
+    found = [values] if isinstance(values, str | bytes) else values
+    longest, whole = max(map(len, found), default=0), sum(map(len, found))
+    if len(found) * longest > 2**16 + 16 * whole:
+        what = f"{len(found)} texts of {whole} bytes, the longest of {longest}, in the tensor {name!r}"
+        raise ConvertError(file, what, "texts of like lengths")
+    plain = [text.decode("utf-8", "replace") if isinstance(text, bytes) else text for text in found]
+    return np.array(plain, np.str_) if found is values else np.array(plain[0], np.str_)
+
+
 def _shape(dims: Sequence[int], file: Path, name: str) -> tuple[int, ...]:
+    found = f"the tensor {name!r} of shape {list(dims[:MAX_RANK])}"
     if len(dims) > MAX_RANK or any(not 0 <= size < LARGEST_AXIS for size in dims):
-        found = f"the tensor {name!r} of shape {list(dims[:MAX_RANK])}"
         raise ConvertError(file, found, f"at most {MAX_RANK} sizes of 0 to {LARGEST_AXIS - 1}")
+    if math.prod(size or 1 for size in dims) > MOST_ELEMENTS:  # numpy's limit, which a size of 0 doesn't lift
+        raise ConvertError(file, found, f"sizes whose product, but for zeros, is at most {MOST_ELEMENTS}")
     return tuple(dims)
 
 
@@ -116,10 +134,6 @@ def _typed_count(proto: TensorProto, dtype: str) -> int:
 
 
 def _array(proto: TensorProto) -> np.ndarray:
-    if proto.data_type == TensorProto.STRING:
-        return np.array([text.decode("utf-8", "replace") for text in proto.string_data], np.str_).reshape(
-            tuple(proto.dims)
-        )
     array = numpy_helper.to_array(proto)
     if array.dtype.name in ("int4", "uint4", "int2", "uint2"):
         return array.astype(np.uint8 if array.dtype.name.startswith("u") else np.int8)
@@ -212,7 +226,7 @@ def sparse(proto: onnx.SparseTensorProto, file: Path) -> Tensor:
     name = proto.values.name
     values, indices = tensor(proto.values, file), tensor(proto.indices, file)
     shape = _shape(proto.dims, file, name)
-    if math.prod(shape) > max(2**24, 1024 * values.size):
+    if math.prod(shape) > max(2**16, 256 * values.size):
         raise ConvertError(file, f"a sparse tensor of shape {list(shape)} with {values.size} values", "a smaller one")
 
     def read() -> np.ndarray:
