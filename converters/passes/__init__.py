@@ -6,12 +6,13 @@ chains.
 buffer;
    before settle, which would leave fewer nodes to tell positions from columns by.
 3. settle: shapes that are the same in steps of every size become constants, and nodes that change nothing go.
+   unpacked: onnxruntime's Attention gives its projections away, before linear, which makes a layer of them.
 4. embedding: before linear, so that a head tied to the embedding finds its table.
 5. linear, quantized: products with a constant matrix become layers; flat: these take rows of any shape.
 6. norms, rotary, gates: one node for what exporters write in several.
 7. attention: after settle, which leaves of the repeated keys and of the reshapes only what matters; the past and the
-present
-   become pools, and the mask, which nothing reads any more, goes. group_query: the same for onnxruntime's own operator.
+   present become pools, and the mask, which nothing reads any more, goes. group_query: the same for the operator that
+   brings its rotation.
 8. last: after attention, since only a program over pools is told which tokens are the last.
 """
 
@@ -33,10 +34,23 @@ from converters.passes.positions import positions
 from converters.passes.quantized import quantized
 from converters.passes.rotary import rotary
 from converters.passes.settle import settle
+from converters.passes.unpacked import unpacked
 from mlx_transmuter.program import Program
 
 # What leaves past and present as they are, and what makes pools of them.
-IN_GRAPH: tuple[Rewrite, ...] = (fold, positions, settle, embedding, linear, quantized, flat, norms, rotary, gates)
+IN_GRAPH: tuple[Rewrite, ...] = (
+    fold,
+    positions,
+    settle,
+    unpacked,
+    embedding,
+    linear,
+    quantized,
+    flat,
+    norms,
+    rotary,
+    gates,
+)
 OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last)
 
 
