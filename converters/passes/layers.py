@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -54,11 +55,13 @@ def over_pools(graph: Graph, signature: Signature, layers: Sequence[Layer]) -> I
         return
     inputs = (Value(INDEX, "cache_index", None), Value(LANES, "cache_index", None))
     seen: dict[tuple[Mask, ...], str] = {}
+    forms = _forms(graph)
     made: dict[str, Node] = {}
     answers = []
     for layer in layers:
         nodes: list[Node] = []
-        if layer.masks not in seen:
+        form = tuple(replace(mask, name=forms.get(mask.name, mask.name)) for mask in layer.masks)
+        if form not in seen:
             mask = shown(graph, signature, layer.masks)
             if isinstance(mask, str):
                 yield Declined(layer.root, mask)
@@ -66,15 +69,35 @@ def over_pools(graph: Graph, signature: Signature, layers: Sequence[Layer]) -> I
             mask = _named(mask, made)
             nodes += (node for node in mask if node.outputs[0] not in made)
             made |= {node.outputs[0]: node for node in mask}
-            seen[layer.masks] = mask[-1].outputs[0]
+            seen[form] = mask[-1].outputs[0]
         nodes += (node for node in layer.before if node.outputs[0] not in made)
         made |= {node.outputs[0]: node for node in layer.before}
-        nodes += _attending(layer, seen[layer.masks])
+        nodes += _attending(layer, seen[form])
         answers.append(Become(layer.root, tuple(nodes), constants=layer.constants, inputs=inputs))
         # Nodes that gave what the layer now gives.
         others = {id(node): node for part in (layer.keys, layer.values) if (node := graph.producer(part.entry.present))}
         answers += [Become(node, ()) for node in others.values() if node is not layer.root]
     yield from _checked(graph, signature, answers, layers[0].root)
+
+
+def _forms(graph: Graph) -> dict[str, str]:
+    """For each value that a node gives, the first one that like nodes give of like values: exporters write the mask of
+    each layer anew."""
+    firsts: dict[Any, str] = {}
+    forms = {
+        name: firsts.setdefault((str(array.dtype), array.shape, array.tobytes()), name)
+        for name, array in graph.program.constants.items()
+    }
+    for node in graph.nodes:
+        given = tuple(forms.get(name, name) for name in node.inputs)
+        attrs = tuple((key, _frozen(value)) for key, value in sorted(node.attrs.items()))
+        for at, name in enumerate(node.outputs):
+            forms[name] = firsts.setdefault((node.op, given, attrs, at), name)
+    return forms
+
+
+def _frozen(value: Any) -> Any:
+    return (value.shape, value.tobytes()) if isinstance(value, np.ndarray) else repr(value)
 
 
 def _named(mask: list[Node], made: dict[str, Node]) -> list[Node]:
