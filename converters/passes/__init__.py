@@ -2,6 +2,7 @@
 
 1. fold: what depends on constants alone is computed now; later rewrites then see constants where exporters wrote
 chains.
+   experts: before the rewrites that walk the graph, which they can't while the sizes of a step depend on its values.
 2. positions: a graph that takes positions from the length of its cache gets an input for them, so that it runs over a
 buffer;
    before settle, which would leave fewer nodes to tell positions from columns by.
@@ -23,6 +24,7 @@ from dataclasses import replace
 from converters.match import Record, Rewrite, apply
 from converters.passes.attention import attention
 from converters.passes.embedding import embedding
+from converters.passes.experts import experts
 from converters.passes.flat import flat
 from converters.passes.fold import fold
 from converters.passes.gates import gates
@@ -40,6 +42,7 @@ from mlx_transmuter.program import Program
 # What leaves past and present as they are, and what makes pools of them.
 IN_GRAPH: tuple[Rewrite, ...] = (
     fold,
+    experts,
     positions,
     settle,
     unpacked,
