@@ -41,7 +41,10 @@ def test_a_quantised_product_is_that_of_the_layer(shape, bits, group, kind):
     full.set_dtype(kind)
     table = nn.Embedding(40, 64)
     table.set_dtype(kind)
-    few, head = nn.QuantizedLinear.from_linear(full, group, bits), nn.QuantizedEmbedding.from_embedding(table, group, bits)
+    few, head = (
+        nn.QuantizedLinear.from_linear(full, group, bits),
+        nn.QuantizedEmbedding.from_embedding(table, group, bits),
+    )
     near = {"rtol": 1e-5, "atol": 1e-5} if kind == mx.float32 else {"rtol": 1e-2, "atol": 1e-2}
     for found, wanted in ((linear(x, few), few(x)), (as_linear(x, head), head.as_linear(x))):
         assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
