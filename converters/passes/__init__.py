@@ -14,7 +14,7 @@ buffer;
 5. embedding: before linear, so that a head tied to the embedding finds its table.
 6. linear, quantized: products with a constant matrix become layers; flat: these take rows of any shape; joined: those
    of one input become one.
-7. norms, rotary, gates: one node for what exporters write in several.
+7. norms, rotary, gates: one node for what exporters write in several; parted: after rotary, which looks for slices.
 8. attention: after settle, which leaves of the repeated keys and of the reshapes only what matters; the past and the
    present become pools, and the mask, which nothing reads any more, goes. group_query: the same for the operator that
    brings its rotation.
@@ -40,6 +40,7 @@ from converters.passes.last import last
 from converters.passes.linear import linear
 from converters.passes.narrow import narrow
 from converters.passes.norms import norms
+from converters.passes.parted import parted
 from converters.passes.positions import positions
 from converters.passes.quantized import quantized
 from converters.passes.rotary import rotary
@@ -68,6 +69,7 @@ IN_GRAPH: tuple[Rewrite, ...] = (
     norms,
     rotary,
     gates,
+    parted,
 )
 OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last, heads, together)
 

@@ -73,6 +73,10 @@ def _size(seen: Observation, node: Node) -> tuple[str, list[Node]] | None:
 
 def _unchanged(graph: Graph, seen: Observation, node: Node) -> str | None:
     """The input that the node gives as it is, or None."""
+    if is_kind(node, "Concat"):
+        shapes = {name: seen.shapes(name) for name in node.inputs}
+        filled = [name for name in node.inputs if not all(0 in shape for shape in shapes[name] or [()])]
+        return filled[0] if len(filled) == 1 and shapes[filled[0]] == seen.shapes(node.outputs[0]) else None
     source, output = node.inputs[0] if node.inputs else "", node.outputs[0]
     if not source or seen.dtype(source) is None or seen.dtype(source) != seen.dtype(output):
         other = node.inputs[1] if len(node.inputs) == 2 else ""
@@ -84,7 +88,7 @@ def _unchanged(graph: Graph, seen: Observation, node: Node) -> str | None:
     if any(is_kind(node, kind) for kind in _SAME_ELEMENTS):
         steps = graph.constant(node.inputs[4]) if is_kind(node, "Slice") and len(node.inputs) > 4 else None
         return source if steps is None or (steps > 0).all() else None
-    if is_kind(node, "Cast") or (is_kind(node, "Concat") and len(node.inputs) == 1):
+    if is_kind(node, "Cast"):
         return source
     if is_kind(node, "Transpose"):
         perm = list(node.attrs.get("perm", ()))

@@ -64,7 +64,7 @@ def _rotated(graph: Graph, ends: Sequence[str], order: dict[int, int]) -> tuple[
     if any(one is None or one.op != "mlx.rotary" or one.inputs[0] != end for one, end in zip(found, ends, strict=True)):
         return None
     early, late = sorted((one for one in found if one is not None), key=lambda one: order[id(one)])
-    if early.inputs[1:] != late.inputs[1:]:
+    if (early.inputs[1:], early.attrs) != (late.inputs[1:], late.attrs):
         return None
     readers = graph.consumers(early.outputs[0])
     return (early, late) if all(order.get(id(one), -1) > order[id(late)] for one in readers) else None

@@ -13,11 +13,16 @@ def rms_norm(x, weight=None, *, eps: float):
 
 
 @op("mlx.rotary")
-def rotary(x, cos, sin):
-    """x [rows, heads, seq, dim] with its halves rotated by cos and sin [rows, 1, seq, dim], whose halves are alike. Su
-    2021.
+def rotary(x, cos, sin, *, interleaved: int = 0):
+    """x [..., dim] with its halves, or neighbours where interleaved, rotated by cos and sin, which are alike for
+    both of them and broadcast with x. Su 2021.
     """
-    half = x.shape[3] // 2
+    if interleaved:
+        first, second = x[..., ::2], x[..., 1::2]
+        cos, sin = cos[..., ::2], sin[..., ::2]
+        turned = mx.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        return turned.reshape(x.shape)
+    half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
     cos, sin = cos[..., :half], sin[..., :half]
     return mx.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

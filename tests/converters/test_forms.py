@@ -21,8 +21,8 @@ LENGTHS, NEW = (3, 11, 29), 12
 # products accumulate in another order over dequantised blocks, half types round each sum.
 FLOAT, FOUR, HALF = (1e-4, 2e-3), (1e-3, 4e-3), (2e-2, 8e-3)
 LIMITS = {"q4": FOUR, "q4f16": HALF, "fp16": HALF, "O4": HALF}
-# The operators that the tool puts into the file, and the nodes that may be left of it: a llama has two layers of 23
-# nodes and 20 more, a GPT-2 two of 20.
+# The operators that the tool puts into the file, and the nodes that may be left of it: a few more than of the export,
+# since queries and keys that the tool has put in another order are not rotated at once.
 FUSED = {
     ("llama", "O2"): {"SkipSimplifiedLayerNormalization", "QuickGelu"},
     ("llama", "O3"): {"SkipSimplifiedLayerNormalization", "QuickGelu"},
@@ -34,7 +34,7 @@ FUSED = {
     ("llama", "q4"): {"MatMulNBits"},
     ("llama", "bnb4"): {"MatMulBnb4"},
 }
-MOST = {"llama": 68, "gpt2": 46, "bloom": 74}
+MOST = {"llama": 60, "gpt2": 39, "bloom": 74}
 CASES = [(name, form) for name in ("llama", "gpt2") for form in (*forms.LEVELS, *forms.TYPES)] + [("bloom", "O2")]
 
 

@@ -24,6 +24,7 @@ from converters.passes.joined import joined
 from converters.passes.linear import linear
 from converters.passes.narrow import narrow
 from converters.passes.norms import norms
+from converters.passes.parted import parted
 from converters.passes.positions import positions
 from converters.passes.quantized import quantized
 from converters.passes.rotary import rotary
@@ -48,13 +49,13 @@ WANTED = {
     "smollm3": LLAMA | {"rotary": 2},  # every other layer has no rotation in this fixture
     "granite": LLAMA,
     "olmo2": LLAMA | {"norms": 9},
-    "phi3": LLAMA | {"linear": 9},  # q, k and v are one product, gate and up too
+    "phi3": LLAMA | {"linear": 9, "parted": 10},  # q, k and v are one product, gate and up too
     "gemma": LLAMA | {"positions": 2},
     "gemma2": LLAMA | {"positions": 2, "norms": 9},
     "gpt2": {"embedding": 2, "linear": 9, "flat": 8, "gates": 2, "attention": 6, "last": 1},
     "gpt_neo": {"gates": 2, "embedding": 2, "linear": 13, "attention": 6, "last": 1},
     "gpt_neox": {"gates": 2, "embedding": 1, "linear": 9, "rotary": 4, "attention": 6, "last": 1},
-    "gptj": {"gates": 2, "embedding": 1, "linear": 13, "attention": 6, "last": 1},
+    "gptj": {"gates": 2, "rotary": 4, "parted": 8, "embedding": 1, "linear": 13, "attention": 6, "last": 1},
     "opt": {"embedding": 2, "linear": 13, "attention": 6, "last": 1},
     "bloom": {"gates": 2, "embedding": 1, "linear": 9, "attention": 6, "last": 1},
     "falcon": {"gates": 2, "embedding": 1, "linear": 9, "rotary": 4, "attention": 6, "last": 1},
@@ -62,7 +63,7 @@ WANTED = {
     "qwen2_dynamo_raw": LLAMA,
     "gpt2_dynamo": {"embedding": 2, "linear": 9, "flat": 8, "gates": 2, "attention": 6, "last": 1},
     "qwen3_dynamo": {"embedding": 1, "linear": 15, "gates": 2, "attention": 6, "last": 1},
-    "codegen": {"gates": 2, "embedding": 2, "linear": 9, "attention": 6, "last": 1},
+    "codegen": {"gates": 2, "rotary": 4, "embedding": 2, "linear": 9, "attention": 6, "last": 1},
     "falcon_alibi": {"gates": 2, "embedding": 1, "linear": 9, "attention": 6, "last": 1},
     # Queries and keys of 12 and values of 6, by products of low rank: 8 products and 4 norms a layer.
     "deepseek_v3": {"gates": 2, "embedding": 1, "linear": 17, "norms": 9, "rotary": 4, "attention": 6, "last": 1},
@@ -215,6 +216,54 @@ def test_a_rotation_by_tables_whose_halves_differ_stays():
     program.constants["last"] = np.array(-1)
     program = replace(program, nodes=[*program.nodes[:at], *summed, *program.nodes[at + 1 :]])
     assert apply(program, rotary)[1].held == 0
+
+
+def test_a_rotation_of_neighbours_by_tables_of_halves_stays():
+    """gptj's tables repeat each angle for two neighbours; turned about, the angles are alike no more."""
+    program = before("gptj", rotary)
+    assert apply(program, rotary)[1].held == 4
+    nodes = []
+    for node in program.nodes:
+        if node.op.startswith("Tile") and node.inputs[0].endswith(("Unsqueeze_12_output_0", "Unsqueeze_14_output_0")):
+            # [rows, seq, 1, angles, 1] tiled on the last axis; on the one before it come all angles, then all again
+            program.constants["turns"] = np.array([1, 1, 1, 2, 1])
+            node = replace(node, inputs=(node.inputs[0], "turns"))
+        nodes.append(node)
+    assert apply(replace(program, nodes=nodes), rotary)[1].held == 0
+
+
+PARTS = {
+    "a gap": ([0, 5], [4, 8], False), "an overlap": ([0, 3], [4, 8], False), "not all": ([0, 4], [4, 7], False),
+    "the same twice": ([0, 0], [8, 8], False), "one alone": ([0], [8], False),
+    "in order": ([0, 4], [4, 8], True), "out of order": ([4, 0], [2**63 - 1, -4], True), "three": ([0, 2, 5], [2, 5, 8], True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize(("axis", "step"), [(-1, 1), (3, 1), (-1, 2), (1, 1)])
+def test_slices_are_a_split_where_they_are_parts_one_after_the_other(parts, axis, step):
+    begins, ends, wanted = PARTS[parts]
+    program = before("qwen2", parted)
+    k = next(node for node in program.nodes if node.op.startswith("Reshape") and "/self_attn/" in node.outputs[0])
+    program.constants.update({"axis": np.array([axis]), "step": np.array([step])})
+    extra, total = [], "plain"
+    for i, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        program.constants |= {f"b{i}": np.array([begin]), f"e{i}": np.array([end])}
+        last = "logits" if i == len(begins) - 1 else f"total{i}"
+        extra += [
+            Node("Slice-10", (k.outputs[0], f"b{i}", f"e{i}", "axis", "step"), (f"part{i}",)),
+            Node("ReduceSum-13", (f"part{i}",), (f"sum{i}",), {"keepdims": 0}),
+            Node("Add-7", (total, f"sum{i}"), (last,)),
+        ]
+        total = last
+    given = [replace(node, outputs=("plain",)) if "logits" in node.outputs else node for node in program.nodes]
+    program = replace(program, nodes=[*given, *extra])
+    found = [answer for answer in parted(Graph(program)) if answer.nodes and answer.root.inputs[0] == k.outputs[0]]
+    assert bool(found) == (wanted and axis != 1 and step == 1)
+    for answer in found:
+        order = sorted(range(len(begins)), key=lambda i: begins[i])
+        assert answer.nodes[0].outputs == tuple(f"part{i}" for i in order)
+        assert sum(answer.constants[answer.nodes[0].inputs[1]]) == 8
 
 
 def test_a_mask_that_shows_later_columns_declines():
