@@ -34,6 +34,8 @@ _ROLES = {
 _WEIGHT = {"MatMul", "Gemm", "Conv", "ConvTranspose", "Mul", "Gather", "LayerNormalization", "RMSNormalization",
            "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "SkipLayerNormalization", "MatMulNBits",
            "GatherBlockQuantized", "DequantizeLinear", "MatMulInteger"}  # fmt: skip
+# What a tool that merges decoders adds to the names of weights that its branches share.
+_MERGED = re.compile(r"_merged_\d+$")
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)+")
 
 
@@ -52,8 +54,9 @@ def name_weights(program: Program) -> Program:
     prefixes: set[str] = set()
     names: dict[str, str] = {}
     # Names that are good already come first, so that a derived one never takes their place.
-    for name in sorted(program.weights, key=lambda name: not _PLAIN.fullmatch(name)):
-        wanted = _clean(name) if _PLAIN.fullmatch(name) or name not in readers else _derived(*readers[name])
+    for name in sorted(program.weights, key=lambda name: not _PLAIN.fullmatch(_MERGED.sub("", name))):
+        own = _MERGED.sub("", name)
+        wanted = _clean(own) if _PLAIN.fullmatch(own) or name not in readers else _derived(*readers[name])
         path = ""
         *scopes, last = wanted.split(".")
         for scope in scopes:

@@ -93,9 +93,11 @@ def test_a_draft_is_refused_where_it_cannot_be_right(loaded):
     sees, depths = np.ones((1, 1, 1), bool), np.zeros((1, 1), np.int32)
     tokens = np.array([[5]], np.int32)
     unsupported = [name for name in NAMES if "drafts" not in Decoder(loaded(name).decoder, 1).supports]
-    assert unsupported == ["gpt2_ort"]
-    with pytest.raises(DecoderError, match="attention isn't over pools"):
-        Decoder(loaded("gpt2_ort").decoder, 1).begin([8], paged=True).draft(tokens, sees, depths)
+    why = {"gpt2_ort": "attention isn't over pools", "gpt2_reread": "no cache", "lfm2": "states.*past_conv.0"}
+    assert unsupported == list(why)
+    for name, match in why.items():
+        with pytest.raises(DecoderError, match=match):
+            Decoder(loaded(name).decoder, 1).begin([8], paged=True).draft(tokens, sees, depths)
     decoder = Decoder(loaded("llama").decoder, 1)
     with pytest.raises(DecoderError, match="pages of one slot"):
         decoder.begin([8]).draft(tokens, sees, depths)

@@ -34,6 +34,7 @@ from converters.passes.quantized import quantized
 from converters.passes.rotary import rotary
 from converters.passes.settle import settle
 from mlx_transmuter.program import Program
+from mlx_transmuter.signature import OPTIONAL
 
 # What leaves past and present as they are, and what makes pools of them.
 IN_GRAPH: tuple[Rewrite, ...] = (fold, positions, settle, embedding, linear, quantized, flat, norms, rotary, gates)
@@ -48,7 +49,7 @@ def rewrite(program: Program, order: tuple[Rewrite, ...]) -> tuple[Program, list
         records.append(record)
     read = {name for node in program.nodes for name in node.reads()} | {value.name for value in program.outputs}
     return replace(
-        program, inputs=tuple(v for v in program.inputs if v.name in read or v.name.startswith("past"))
+        program, inputs=tuple(value for value in program.inputs if value.name in read or value.name not in OPTIONAL)
     ), records
 
 

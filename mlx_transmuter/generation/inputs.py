@@ -25,7 +25,7 @@ def prompt_inputs(model: Any, batch_size: int, length: int) -> tuple[dict[str, A
         signature = Signature.of(module.program)
     except (SignatureError, ProgramError):
         return {}, {}
-    if not signature.entries:
+    if not signature.carried:
         return {}, {}
     declared = {value.name: value for value in module.program.inputs}
     places = mx.broadcast_to(mx.arange(length, dtype=mx.int32), (batch_size, length))
@@ -49,4 +49,6 @@ def prompt_inputs(model: Any, batch_size: int, length: int) -> tuple[dict[str, A
         # A whole index neither reads nor writes the pools.
         shape = (entry.heads, entry.dim) if signature.index else entry.sizes(batch_size, 0)
         found[entry.past] = mx.zeros(shape, ops.device_dtype(entry.dtype))
+    for state in signature.states:
+        found[state.past] = mx.zeros(state.sizes(batch_size), ops.device_dtype(state.dtype))
     return found, static
