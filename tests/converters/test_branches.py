@@ -96,16 +96,28 @@ def test_a_half_of_a_merged_decoder(name, tmp_path):
     assert decoded(Decoder(found.decoder, 3), rows) == tokens_of(rows)
 
 
-# Branches that differ: after a cache the toy's second graph lets a token see the later ones of its own step.
+# Branches that differ: after a cache the toy's second graph mixes the tokens of a step, so it is right for one alone.
 
 
-def bidirectional() -> ModelProto:
-    """The toy without its causal mask: right for one token at a time alone."""
-    model = toy.decoder()
-    seen = toy.node(model, "seen")
-    seen.op_type = "Identity"
-    del seen.input[0]
+def embedding(model: ModelProto, *nodes: onnx.NodeProto) -> ModelProto:
+    """The toy with `nodes`, which make "embedded2" of "embedded", after its embedding."""
+    toy.node(model, "x").input[0] = "embedded2"
+    others = list(model.graph.node)
+    del model.graph.node[:]
+    model.graph.node.extend([others[0], *nodes, *others[1:]])
     return model
+
+
+def mixing(model: ModelProto) -> ModelProto:
+    """The toy with each token's embedding and the mean of its step's."""
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "tokens"))
+    mean = helper.make_node("ReduceMean", ["embedded", "tokens"], ["mean"])
+    return embedding(model, mean, helper.make_node("Add", ["embedded", "mean"], ["embedded2"]))
+
+
+def doubled(model: ModelProto) -> ModelProto:
+    """The toy with each token's embedding twice: what `mixing` does to one token."""
+    return embedding(model, helper.make_node("Add", ["embedded", "embedded"], ["embedded2"]))
 
 
 def without_cache() -> ModelProto:
@@ -168,7 +180,7 @@ def converted(model: ModelProto, place: Path) -> Model:
 
 def test_branches_that_differ_are_both_kept(tmp_path):
     """The prompt runs whole, in the branch for prompts; the tokens after it one by one in the other."""
-    model = united(bidirectional(), without_cache())
+    model = united(mixing(toy.decoder()), doubled(without_cache()))
     found = converted(model, tmp_path)
     meta = found.decoder.program.meta
     assert (meta["branch"], meta["prompts"], found.cache_mode) == ("both", "whole", "grow")
@@ -191,7 +203,7 @@ def test_branches_that_agree_leave_one(tmp_path):
 
 
 def test_a_graph_for_one_token_at_a_time_takes_its_prompts_so(tmp_path):
-    model = bidirectional()
+    model = mixing(toy.decoder())
     found = converted(model, tmp_path)
     assert found.decoder.program.meta["prompts"] == "single"
     singles = [[token] for token in [*IDS, 2]]
@@ -200,17 +212,13 @@ def test_a_graph_for_one_token_at_a_time_takes_its_prompts_so(tmp_path):
 
 
 def test_a_graph_that_takes_no_empty_cache_is_refused_by_name(tmp_path):
-    model = toy.decoder()
-    nodes = list(model.graph.node)
-    last = [
+    model = embedding(
+        toy.decoder(),
         helper.make_node("Gather", ["past_key_values.0.key", "minus"], ["newest"], name="newest", axis=2),
         helper.make_node("ReduceSum", ["newest"], ["sum"], keepdims=0),
         helper.make_node("Mul", ["sum", "none"], ["nothing"]),
         helper.make_node("Add", ["embedded", "nothing"], ["embedded2"]),
-    ]
-    toy.node(model, "x").input[0] = "embedded2"
-    del model.graph.node[:]
-    model.graph.node.extend([nodes[0], *last, *nodes[1:]])
+    )
     model.graph.initializer.append(numpy_helper.from_array(np.array(-1), "minus"))
     model.graph.initializer.append(numpy_helper.from_array(np.array(0, np.float32), "none"))
     with pytest.raises(ConvertError, match="takes no empty cache") as error:
