@@ -32,7 +32,7 @@ from mlx_transmuter.model import PROGRAM, load_module, read_json
 from mlx_transmuter.module import LARGEST, Module
 from mlx_transmuter.plan import Plan
 from mlx_transmuter.program import FORMAT, Program, ProgramError
-from mlx_transmuter.signature import BRANCH, INDEX, Signature, SignatureError
+from mlx_transmuter.signature import BRANCH, ENDS, INDEX, Signature, SignatureError
 from mlx_transmuter.tokenizer import Tokenizer
 
 
@@ -136,7 +136,7 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
         **found.plan.meta(),
         "max_positions": min((count for count in (most, _rows(program)) if count), default=None),
         "proof": {
-            "error": found.errors["pools" if program.input(INDEX) is not None else found.plan.name],
+            "error": found.errors[_form(program) or found.plan.name],
             "limit": limit,
             "tried": {name: far if far != math.inf else "infinite" for name, far in found.errors.items()},
             "prompts": lengths,
@@ -172,7 +172,7 @@ def _in_graph(folder: Path, graph: Program, path: Path, case: prove.Case, limit:
     signature, errors = Signature.of(graph), {}
     starts = [branch_taken(graph, signature.branch, True), graph] if signature.branch else [graph]
     wanted: list[list[np.ndarray]] | None = None
-    single = False
+    single: bool | None = None  # whether prompts run token by token; None until it is known
     for start in starts:
         for order in _orders():
             try:
@@ -185,10 +185,12 @@ def _in_graph(folder: Path, graph: Program, path: Path, case: prove.Case, limit:
                     raise  # the graph itself is at fault
                 continue
             if wanted is None:
-                wanted, single = _wanted(_plain_module(graph, program, module), signature, case, limit, path)
-            if single:
-                tried = [replace(plan, prompts="single") for plan in tried]
-            plan, errors = prove.best_plan(module, tried, case, wanted, limit)
+                wanted, single = _wanted(_plain_module(graph, program, module), signature, case, path)
+            plan, errors = prove.best_plan(module, _for(tried, single), case, wanted, limit)
+            if plan is None and single is None:
+                wanted, single = _by_token(_plain_module(graph, program, module), signature, case, wanted, limit)
+                plan, again = prove.best_plan(module, _for(tried, True), case, wanted, limit) if single else (plan, {})
+                errors |= again
             if plan is not None:
                 records += [_dropped(one) for one in IN_GRAPH if one not in order]
                 return _Proved(program, module, records, plan, errors, wanted)
@@ -197,6 +199,10 @@ def _in_graph(folder: Path, graph: Program, path: Path, case: prove.Case, limit:
     found = f"a module that disagrees with its graph ({errors})"
     do = "report the model: its conversion is wrong and was thrown away"
     raise ConvertError(path, found, f"logits within {limit:g} of their spread", do)
+
+
+def _for(tried: list[Plan], single: bool | None) -> list[Plan]:
+    return [replace(plan, prompts="single") for plan in tried] if single else tried
 
 
 def _agrees(module: Module, program: Program, case: prove.Case, wanted: list[list[np.ndarray]], limit: float) -> bool:
@@ -208,34 +214,39 @@ def _agrees(module: Module, program: Program, case: prove.Case, wanted: list[lis
 
 
 def _wanted(
-    module: Module, signature: Signature, case: prove.Case, limit: float, path: Path
-) -> tuple[list[list[np.ndarray]], bool]:
-    """The graph's logits, and whether it takes a prompt token by token only.
+    module: Module, signature: Signature, case: prove.Case, path: Path
+) -> tuple[list[list[np.ndarray]], bool | None]:
+    """The graph's logits, and whether it takes a prompt token by token alone; None where that is to be tried.
 
-    A graph that was exported for tokens after a cache may hide nothing of a step's later tokens from its earlier ones:
-    then its logits after a prompt at once are not those after the prompt's tokens one by one. What this raises is the
-    graph's own fault.
+    What this raises is the graph's own fault.
     """
-    parts = replace(case, following=[[] for _ in case.prompts])
     try:
         wanted = prove.plain(module, signature, case)
     except ops.OperatorError as problem:
         try:
             return prove.plain(module, signature, case, single=True), True
         except ops.OperatorError:
-            if signature.entries and _runs_over_a_past(module, signature):
-                found = f"a graph that takes no empty cache ({problem.node}: {problem.found})"
-                do = "convert the merged decoder of the model, or export it with task text-generation-with-past"
-                raise ConvertError(path, found, "a decoder that prompts can begin", do) from problem
-            raise problem from None
+            if not signature.entries or not _runs_over_a_past(module, signature):
+                raise problem from None
+        found = f"a graph that takes no empty cache ({problem.node}: {problem.found})"
+        do = "convert the merged decoder of the model, or the one without a past (decoder_model.onnx)"
+        raise ConvertError(path, found, "a decoder that prompts can begin", do) from problem
     _check_logits(wanted, signature.vocab, path)
-    if not signature.carried or signature.branch:
-        return wanted, False
-    prompts = [row[:1] for row in wanted]
-    steps = prove.plain(module, signature, parts, single=True)
-    if prove.error(steps, prompts) <= limit:
-        return wanted, False
-    return prove.plain(module, signature, case, single=True), True
+    known = not signature.carried or signature.branch or prove.is_dynamic(module.program)
+    return wanted, False if known else None
+
+
+def _by_token(
+    module: Module, signature: Signature, case: prove.Case, wanted: list[list[np.ndarray]], limit: float
+) -> tuple[list[list[np.ndarray]], bool]:
+    """The logits wanted of a graph that agrees over no cache, and whether it takes a prompt token by token alone.
+
+    A graph that was exported for tokens after a cache may hide nothing of a step's later tokens from its earlier ones:
+    then its logits after a prompt at once are not those after the prompt's tokens one by one, and these are right.
+    """
+    steps = prove.plain(module, signature, case, single=True)
+    single = prove.error([row[:1] for row in steps], [row[:1] for row in wanted]) > limit
+    return (steps, True) if single else (wanted, False)
 
 
 def _runs_over_a_past(module: Module, signature: Signature) -> bool:
@@ -248,17 +259,25 @@ def _runs_over_a_past(module: Module, signature: Signature) -> bool:
 
 
 def _over_pools(folder: Path, found: _Proved, case: prove.Case, limit: float, progress: bool) -> _Proved:
-    """The program over pools, if it agrees, else as it was. The mode stays that of the graph as it is."""
+    """The program over pools, if it agrees, else as it was. The mode stays that of the graph as it is.
+
+    Of a program without a cache only the last logits are computed.
+    """
     program, records = rewrite(found.program, OVER_POOLS)
-    if program.input(INDEX) is None:
+    if program.input(INDEX) is None and program.input(ENDS) is None:
         return replace(found, records=found.records + records)
     far = _error_over_pools(found.module, program, found.plan, case, found.wanted)
-    errors = {**found.errors, "pools": far}
+    errors = {**found.errors, _form(program): far}
     if far > limit:
         return replace(found, records=found.records + [_dropped(one) for one in OVER_POOLS], errors=errors)
     if program.weights.keys() != found.program.weights.keys():
         _save_weights(folder, program, progress)
     return replace(found, program=program, records=found.records + records, errors=errors)
+
+
+def _form(program: Program) -> str:
+    """What the rewrites of OVER_POOLS made of the program; "" for nothing."""
+    return "pools" if program.input(INDEX) else "last logits" if program.input(ENDS) else ""
 
 
 def _copy_companions(source: Path, path: Path, folder: Path) -> dict[str, Path]:

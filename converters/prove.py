@@ -11,7 +11,7 @@ import numpy as np
 from mlx_transmuter import ops
 from mlx_transmuter.decoder import Decoder
 from mlx_transmuter.module import Module
-from mlx_transmuter.plan import Plan
+from mlx_transmuter.plan import Padding, Plan
 from mlx_transmuter.program import Program
 from mlx_transmuter.signature import Mode, Signature, declared_mode
 
@@ -135,18 +135,22 @@ def error(found: list[list[np.ndarray]], wanted: list[list[np.ndarray]]) -> floa
 
 def plans(program: Program, signature: Signature) -> list[Plan]:
     """The plans to try, the fastest first. A graph that counts its positions from the mask runs over a buffer
-    undeclared.
+    undeclared; without a mask nothing hides free columns, however little they weigh in a trial.
     """
-    declared = declared_mode(program, signature)
-    modes: tuple[Mode, ...] = ("in_place", "grow") if declared == "in_place" else ("append", "grow")
+    modes: tuple[Mode, ...] = ("grow",)
+    paddings: tuple[Padding, ...] = ("right", "none")
+    if signature.mask:
+        in_place = declared_mode(program, signature) == "in_place"
+        modes, paddings = ("in_place" if in_place else "append", "grow"), ("right", "left", "none")
     if not signature.carried:
-        tried = [Plan("grow", "whole", padding) for padding in ("right", "left", "none")]
+        tried = [Plan("grow", "whole", padding) for padding in paddings]
     elif signature.branch:  # the branch without a cache has no columns to leave free
         tried = [Plan("grow", "parts"), Plan("grow", "whole")]
     elif not signature.entries:
         tried = [Plan("grow", "parts", "none")]
     elif signature.states:
-        tried = [Plan(modes[0]), *(Plan(mode, "parts", "none") for mode in modes)]
+        first = [Plan(modes[0])] if signature.mask else []
+        tried = [*first, *(Plan(mode, "parts", "none") for mode in modes)]
     else:
         tried = [Plan(mode) for mode in modes]
     if signature.one_row:

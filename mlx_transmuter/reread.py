@@ -10,6 +10,7 @@ import numpy as np
 
 from mlx_transmuter import ops
 from mlx_transmuter.plan import Padding
+from mlx_transmuter.signature import ENDS
 from mlx_transmuter.steps import DecoderError, Graph, called, logits_at, logits_of, new_tokens, small_inputs
 
 
@@ -103,7 +104,9 @@ def reading(graph: Graph, padding: Padding) -> Callable[..., Any]:
         mask = (place >= 0) & (place < lengths)
         place = mx.maximum(place, 0) if positions is None else positions
         feed = dict(given) | {signature.tokens: tokens} | small_inputs(graph, mask, place, rows, width)
-        logits = logits_of(graph, called(graph, feed, rows))
-        return logits_at(logits, mx.full((rows,), width - 1, mx.int32) if padding == "left" else lengths[:, 0] - 1)
+        ends = mx.full((rows,), width - 1, mx.int32) if padding == "left" else lengths[:, 0] - 1
+        if signature.ends:
+            feed[ENDS] = ends[:, None]
+        return logits_at(logits_of(graph, called(graph, feed, rows)), ends)
 
     return run

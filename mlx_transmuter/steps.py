@@ -162,7 +162,8 @@ def logits_of(graph: Graph, given_back: Mapping[str, mx.array]) -> mx.array:
 
 
 def logits_at(logits: mx.array, ends: mx.array) -> mx.array:
-    """logits [rows, seq, vocab] at each row's token ends [rows]: [rows, vocab]."""
+    """logits [rows, seq, vocab] at each row's token ends [rows]: [rows, vocab]. A graph may give its last one alone."""
+    ends = mx.minimum(ends, logits.shape[1] - 1)
     at = mx.broadcast_to(ends[:, None, None], (logits.shape[0], 1, logits.shape[2]))
     return mx.take_along_axis(logits, at, axis=1)[:, 0]
 

@@ -25,7 +25,7 @@ ARROWS: dict[str, set[str]] = {
     "module": {"program", "ops"},
     "model": {"program", "signature", "plan", "weights", "module", "tokenizer"},
     "steps": {"cache", "ops", "entries", "signature", "module"},
-    "reread": {"ops", "plan", "steps"},
+    "reread": {"ops", "plan", "signature", "steps"},
     "decoder": {"cache", "ops", "entries", "signature", "plan", "module", "steps", "reread"},
     "generation": {"program", "cache", "ops", "signature", "module", "decoder", "model"},
     "hub": {"program", "model", "converters"},

@@ -12,7 +12,7 @@ buffer;
 7. attention: after settle, which leaves of the repeated keys and of the reshapes only what matters; the past and the
 present
    become pools, and the mask, which nothing reads any more, goes. group_query: the same for onnxruntime's own operator.
-8. last: after attention, since only a program over pools is told which tokens are the last.
+8. last: after attention, since only a program over pools, or without a cache, is told which tokens are the last.
 """
 
 from __future__ import annotations
