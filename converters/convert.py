@@ -252,7 +252,7 @@ def _by_token(
 def _runs_over_a_past(module: Module, signature: Signature) -> bool:
     """Whether the graph runs over a cache that is not empty."""
     try:
-        module(**step(module.program, signature, 1, 4, 1))
+        module.eagerly(**step(module.program, signature, 1, 4, 1))
     except ops.OperatorError:
         return False
     return True

@@ -82,7 +82,7 @@ def _plain_row(module: Module, signature: Signature, parts: list[list[int]]) -> 
             feed[signature.branch] = np.array([length > 0])
         if signature.keep:
             feed[signature.keep] = np.zeros([1] * len(inputs[signature.keep].shape or ()), np.int64)
-        given = module(**feed)
+        given = module.eagerly(**feed)
         cache = {one.past: given[one.present] for one in signature.carried}
         length += len(part)
         mx.eval(given)
