@@ -261,7 +261,7 @@ def _runs_over_a_past(module: Module, signature: Signature) -> bool:
 def _over_pools(folder: Path, found: _Proved, case: prove.Case, limit: float, progress: bool) -> _Proved:
     """The program over pools, if it agrees, else as it was. The mode stays that of the graph as it is.
 
-    Of a program without a cache only the last logits are computed.
+    Of one that stays as it was only the last logits are computed.
     """
     program, records = rewrite(found.program, OVER_POOLS)
     if program.input(INDEX) is None and program.input(ENDS) is None:

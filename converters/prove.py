@@ -146,8 +146,6 @@ def plans(program: Program, signature: Signature) -> list[Plan]:
         tried = [Plan("grow", "whole", padding) for padding in paddings]
     elif signature.branch:  # the branch without a cache has no columns to leave free
         tried = [Plan("grow", "parts"), Plan("grow", "whole")]
-    elif not signature.entries:
-        tried = [Plan("grow", "parts", "none")]
     elif signature.states:
         first = [Plan(modes[0])] if signature.mask else []
         tried = [*first, *(Plan(mode, "parts", "none") for mode in modes)]

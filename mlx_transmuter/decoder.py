@@ -93,8 +93,9 @@ class Decoder:
 
     @property
     def exact(self) -> bool:
-        """Whether the graph gets a past of exactly the tokens so far, since it takes its positions from the length."""
-        return self.mode == "grow" and not self.signature.index and bool(self.signature.carried)
+        """Whether the graph gets a past, or a mask, of exactly the tokens so far: positions come from its length."""
+        told = bool(self.signature.entries or (self.signature.states and self.signature.mask))
+        return self.mode == "grow" and not self.signature.index and told
 
     @property
     def prompts(self) -> str:

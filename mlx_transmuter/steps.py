@@ -187,8 +187,11 @@ def unrewritten(graph: Graph, mode: Mode, seq: int, context: int, block: int) ->
         if signature.branch:
             feed[signature.branch] = np.array([context > 0])
         feed |= {entry.past: array for entry, array in zip(signature.entries, past, strict=True)}
+        ends = mx.maximum(counts - 1, 0)
+        if signature.ends:
+            feed[ENDS] = ends[:, None]
         given_back = called(graph, feed, rows)
-        logits = logits_at(logits_of(graph, given_back), mx.maximum(counts - 1, 0))
+        logits = logits_at(logits_of(graph, given_back), ends)
         news = [
             fresh(given_back[entry.present].transpose(entry.order).reshape(rows * entry.heads, -1, entry.dim), entry)
             for entry in signature.entries

@@ -50,6 +50,18 @@ def after(module: Module, tokens: list[int]) -> np.ndarray:
     return np.array(logits)[0]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_are_few(name, loaded):
+    """A part of a prompt and a step of one token are compiled per bucket of columns, not per length."""
+    decoder = Decoder(loaded(name).decoder, 1)
+    run = decoder.begin([64])
+    prefill(run, [[5] * 20])
+    before = decoder.compilations
+    for _ in range(30):
+        run.evaluate(run.step(np.array([[5]], np.int32), [1]))
+    assert decoder.compilations - before <= 3  # one of a token, two that write what a graph as it is gives
+
+
 @pytest.mark.parametrize("form", ["rewritten", "plain"])
 @pytest.mark.parametrize("name", NAMES)
 def test_forked_rows_continue_with_their_parents_states(name, form, loaded):

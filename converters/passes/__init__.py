@@ -15,7 +15,7 @@ buffer;
 7. attention: after settle, which leaves of the repeated keys and of the reshapes only what matters; the past and the
    present become pools, and the mask, which nothing reads any more, goes. group_query: the same for the operator that
    brings its rotation.
-8. last: after attention, since only a program over pools, or without a cache, is told which tokens are last.
+8. last: after attention; also where past and present stay as they are.
 9. heads: after all that look for a transpose.
 """
 
