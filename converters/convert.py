@@ -21,7 +21,7 @@ from converters.branches import branch_taken
 from converters.card import card
 from converters.errors import ConvertError
 from converters.match import Record, Rewrite
-from converters.names import name_weights
+from converters.names import name_inputs, name_weights
 from converters.observe import step
 from converters.passes import IN_GRAPH, OVER_POOLS, rewrite
 from converters.read import read
@@ -111,7 +111,9 @@ def _put_in_place(staged: Path, out: Path, old: Path) -> None:
 
 
 def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_model: str | None) -> None:
-    graph = read(path, progress=progress)
+    origins = _copy_companions(source, path, folder)
+    config, genai = (read_json(origins.get(name, path / "none")) for name in ("config.json", "genai_config.json"))
+    graph = name_inputs(read(path, progress=progress), genai)
     signature = Signature.of(graph)
     graph = name_weights(graph.select(signature.outputs))
     if signature.given:
@@ -122,8 +124,6 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
             "convert a causal decoder",
         )
     _check_weights(graph, path)
-    origins = _copy_companions(source, path, folder)
-    config, genai = (read_json(origins.get(name, path / "none")) for name in ("config.json", "genai_config.json"))
     most = _max_positions(config, genai)
     graph.meta["max_positions"] = most  # the proof's decoders read it too
     _check_tokenizer(folder, signature.vocab, path)

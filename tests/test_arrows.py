@@ -30,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "generation": {"program", "cache", "ops", "signature", "module", "decoder", "model"},
     "hub": {"program", "model", "converters"},
     "tasks": {"program", "tokenizer", "model", "generation"},
-    "cli": {"program", "tokenizer", "model", "generation", "tasks", "hub"},
+    "cli": {"program", "signature", "plan", "tokenizer", "model", "generation", "tasks", "hub"},
     "converters": {
         "program", "cache", "tokenizer", "ops", "entries", "signature", "plan", "weights", "module", "model", "decoder",
         "hub"

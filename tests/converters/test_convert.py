@@ -187,6 +187,27 @@ def test_names_that_say_nothing_are_told_by_order_and_shape(tmp_path, out, renam
     np.testing.assert_allclose(toy.found(out, IDS), toy.expected(toy.decoder(), IDS), atol=1e-4)
 
 
+GENAI = {
+    "inputs": {"input_ids": "words", "attention_mask": "real", "past_key_names": "kept"},
+    "outputs": {"logits": "odds"},
+}
+
+
+@pytest.mark.parametrize("say", [GENAI, {}, {"inputs": 3}, {"inputs": {"input_ids": "none"}}])
+def test_names_of_inputs_are_those_that_genai_config_says(tmp_path, out, say):
+    def change(model):
+        for key, name in (*GENAI["inputs"].items(), *GENAI["outputs"].items()):
+            rename(model, key, name)
+
+    source = changed(tmp_path, change)
+    (source / "genai_config.json").write_text(json.dumps({"model": {"decoder": say}}))
+    if say is GENAI:
+        run(source, out)
+        np.testing.assert_allclose(toy.found(out, IDS), toy.expected(toy.decoder(), IDS), atol=1e-4)
+    else:
+        refused(source, out, "the inputs words")
+
+
 DECODERS = {
     "no logits": (without_logits, "the outputs present.0.key"),
     "two outputs like logits": (two_like_logits, "the outputs odds, present.0.key, more"),

@@ -12,6 +12,7 @@ import toy
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from converters.convert import convert
+from converters.errors import ConvertError
 from mlx_transmuter import ops
 from mlx_transmuter.decoder import Decoder
 from mlx_transmuter.model import load_folder
@@ -127,6 +128,35 @@ def test_a_graph_with_a_cache_and_neither_mask_nor_positions_grows(tmp_path):
     model = without_positions(without_input(model, "attention_mask"))
     module = converted(model, tmp_path)
     check(module, model, Plan("grow"))
+
+
+def fused(model: ModelProto, *, rows: str = "batch_size") -> ModelProto:
+    """The toy whose cache has three axes, [rows, positions, size], as gpt_bigcode keeps keys and values in one."""
+    joined, nodes = toy.node(model, "present.0.key"), list(model.graph.node)
+    joined.input[1], joined.attribute[0].i = "q", 1
+    toy.node(model, "past").input[1] = "one0"
+    wide = helper.make_node("Unsqueeze", ["present.0.key", "one"], ["wide"])
+    for name in ("keys", "mixed4"):
+        reader = toy.node(model, name)
+        reader.input[:] = ["wide" if given == "present.0.key" else given for given in reader.input]
+    nodes.insert(nodes.index(joined) + 1, wide)
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    for value, length in ((model.graph.input[-1], "past_len"), (model.graph.output[-1], "total")):
+        shape = [rows, length, toy.DIM]
+        value.CopyFrom(helper.make_tensor_value_info(value.name, TensorProto.FLOAT, shape))
+    return model
+
+
+def test_keys_and_values_in_one_tensor_of_three_axes(tmp_path):
+    model = fused(toy.decoder())
+    check(converted(model, tmp_path), model, Plan("append"))
+
+
+def test_rows_and_heads_in_one_axis_are_refused_by_name(tmp_path):
+    with pytest.raises(ConvertError, match="rows and heads in axes of their own") as error:
+        converted(fused(toy.decoder(), rows="batch_size x num_heads"), tmp_path)
+    assert "past_key_values.0.key" in error.value.found
 
 
 TYPES = {

@@ -179,10 +179,12 @@ def steps(model: ModelProto, parts: list[list[int]]) -> list[np.ndarray]:
     import onnxruntime as ort
 
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    names = [value.name for value in session.get_inputs()]
+    shapes = {value.name: value.shape for value in session.get_inputs()}
+    names = list(shapes)
     presents = {name: name.replace("past_key_values", "present").replace("past_", "present_") for name in names}
     kept = {name: present for name, present in presents.items() if name != present}
-    past = {name: np.zeros((1, DIM) if "ssm" in name else (1, 1, 0, DIM), np.float32) for name in kept}
+    sizes = {name: [n if isinstance(n, int) else int("batch" in n) for n in shapes[name]] for name in kept}
+    past = {name: np.zeros(sizes[name], np.float32) for name in kept}
     text, length, results = [], 0, []
     for part in parts:
         text += part
