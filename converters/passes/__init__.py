@@ -16,7 +16,7 @@ buffer;
    present become pools, and the mask, which nothing reads any more, goes. group_query: the same for the operator that
    brings its rotation.
 8. last: after attention; also where past and present stay as they are.
-9. heads: after all that look for a transpose.
+9. heads: after all that look for a transpose; together: what heads found of one product.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from converters.passes.positions import positions
 from converters.passes.quantized import quantized
 from converters.passes.rotary import rotary
 from converters.passes.settle import settle
+from converters.passes.together import together
 from converters.passes.unpacked import unpacked
 from mlx_transmuter.program import Program
 from mlx_transmuter.signature import OPTIONAL
@@ -60,7 +61,7 @@ IN_GRAPH: tuple[Rewrite, ...] = (
     rotary,
     gates,
 )
-OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last, heads)
+OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last, heads, together)
 
 
 def rewrite(program: Program, order: tuple[Rewrite, ...]) -> tuple[Program, list[Record]]:
