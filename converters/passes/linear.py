@@ -20,9 +20,9 @@ def layer_names(graph: Graph, weight: str, *others: str) -> tuple[str, str, str]
     The path is the scope that the weight stands in. A scope may hold more than its layer does, such as a bias that
     another node adds; the layer then gets a scope of its own.
     """
-    stem = weight.removesuffix(".weight")
+    stem, own = weight.removesuffix(".weight"), (weight, *others)
     path = stem if stem != weight else weight.rpartition(".")[0]
-    if not path or any(name.startswith(f"{path}.") and name not in (weight, *others) for name in graph.program.arrays):
+    if not path or any(name.startswith(f"{path}.") and name not in own for name in graph.program.arrays):
         path = f"{stem}.layer"
     return path, f"{path}.weight", f"{path}.bias"
 

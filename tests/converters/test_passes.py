@@ -69,6 +69,7 @@ WANTED = {
     "deepseek_v3": {"gates": 2, "embedding": 1, "linear": 17, "norms": 9, "rotary": 4, "attention": 6, "last": 1},
     "gpt_oss": {"positions": 2, "embedding": 1, "linear": 11, "norms": 5, "gates": 2, "attention": 6, "last": 1},
     "gpt2_ort": {"unpacked": 2, "linear": 9, "attention": 4, "last": 1},
+    "lfm2": {"embedding": 1, "linear": 18, "norms": 9, "rotary": 2, "gates": 3, "attention": 3, "last": 1},
     "llama_genai": {"embedding": 1, "linear": 11, "group_query": 2, "last": 1},
     "qwen3_genai_fp16": {"embedding": 1, "linear": 15, "group_query": 2, "last": 1},
     # Products over 48 have no whole blocks.
@@ -100,7 +101,7 @@ def test_each_rewrite_is_made_as_often_as_the_architecture_asks(name, loaded):
     assert {rewrite: held[rewrite] for rewrite in wanted} == wanted
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gpt2_reread", "deltanet_ort")])  # no cache
 def test_every_fixture_runs_over_pools_and_nothing_of_past_or_mask_is_left(name, loaded):
     program = loaded(name).decoder.program
     assert program.input(INDEX) is not None
