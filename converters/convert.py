@@ -22,6 +22,7 @@ from converters.errors import ConvertError
 from converters.match import Record, Rewrite
 from converters.names import name_weights
 from converters.passes import IN_GRAPH, OVER_POOLS, rewrite
+from converters.passes.experts import experts
 from converters.read import read
 from converters.tensors import Tensor
 from mlx_transmuter import ops, weights
@@ -174,7 +175,8 @@ def _in_graph(folder: Path, graph: Program, path: Path, case: prove.Case, limit:
                 raise  # the graph itself is at fault
             continue
         # What this raises is the graph's own fault too: fewer rewrites would not help.
-        wanted = prove.plain(_plain_module(graph, program, module), signature, case)
+        eager = any(record.name == experts.__name__ and record.held for record in records)
+        wanted = prove.plain(_plain_module(graph, program, module), signature, case, eager)
         _check_logits(wanted, signature.vocab, path)
         mode, errors = prove.best_mode(module, declared, case, wanted, limit)
         if mode is not None:

@@ -46,18 +46,19 @@ class Case:
         return Case(prompts, [draw.integers(vocab // 4, vocab, STEPS).tolist() for _ in lengths])
 
 
-def plain(module: Module, signature: Signature, case: Case) -> list[list[np.ndarray]]:
+def plain(module: Module, signature: Signature, case: Case, eager: bool = False) -> list[list[np.ndarray]]:
     """The logits [vocab] of each row after its prompt and after each following token, one row at a time.
 
     The graph runs as its exporter meant it: the prompt at once, a cache of exactly the tokens so far, no padding.
+    eager: shapes may depend on values, as a mixture's experts have them before their rewrite.
     """
     return [
-        _plain_row(module, signature, [prompt, *([token] for token in following)]) if prompt else []
+        _plain_row(module, signature, [prompt, *([token] for token in following)], eager) if prompt else []
         for prompt, following in zip(case.prompts, case.following, strict=True)
     ]
 
 
-def _plain_row(module: Module, signature: Signature, parts: list[list[int]]) -> list[np.ndarray]:
+def _plain_row(module: Module, signature: Signature, parts: list[list[int]], eager: bool) -> list[np.ndarray]:
     inputs = {value.name: value for value in module.program.inputs}
     cache = {e.past: mx.zeros(e.sizes(1, 0), ops.device_dtype(e.dtype)) for e in signature.entries}
     length, found = 0, []
@@ -74,7 +75,7 @@ def _plain_row(module: Module, signature: Signature, parts: list[list[int]]) -> 
             feed[signature.branch] = np.array([length > 0])
         if signature.keep:
             feed[signature.keep] = np.zeros([1] * len(inputs[signature.keep].shape or ()), np.int64)
-        given = module.eagerly(**feed)
+        given = (module.eagerly if eager else module)(**feed)
         cache = {e.past: given[e.present] for e in signature.entries}
         length += len(part)
         mx.eval(given)

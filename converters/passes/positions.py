@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from converters.match import Answer, Become, Declined, Graph, is_kind
-from converters.observe import TRIALS, Observation
+from converters.observe import TRIALS
 from mlx_transmuter.program import Node, Value
 from mlx_transmuter.signature import declared_mode
 
@@ -27,7 +27,7 @@ _POSITIONS = ("MatMul", "Mul", "Einsum", "Sin", "Cos", "Gather", "RotaryEmbeddin
 
 def positions(graph: Graph) -> Iterator[Answer]:
     """arange(past, past + seq) of shape [1, seq], where it rotates or embeds → the input position_ids [batch, seq]."""
-    seen = Observation.of(graph.program)
+    seen = graph.observation
     if seen is None or seen.signature.positions or declared_mode(graph.program, seen.signature) != "grow":
         return
     wanted = {name for name, value in seen.seen[0].items() if isinstance(value, np.ndarray) and value.dtype.kind == "i"}

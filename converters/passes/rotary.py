@@ -23,7 +23,7 @@ ROTATED = Op(
 
 def rotary(graph: Graph) -> Iterator[Answer]:
     """x · cos + [−x₂, x₁] · sin → mlx.rotary, where cos and sin have like halves. Su 2021."""
-    seen = Observation.of(graph.program)
+    seen = graph.observation
     if seen is None:
         return
     for node in graph.nodes:

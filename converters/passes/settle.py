@@ -17,7 +17,7 @@ _SAME_ELEMENTS = ("Reshape", "Expand", "Slice", "Unsqueeze", "Squeeze", "Flatten
 def settle(graph: Graph) -> Iterator[Answer]:
     """Host values that are the same in steps of every size → constants; nodes that change nothing → their input; the
     shape of a Reshape that only keeps sizes → a constant with 0 (as it was) and -1 (the rest)."""
-    seen = Observation.of(graph.program)
+    seen = graph.observation
     if seen is None:
         return
     for node in graph.nodes:
