@@ -62,6 +62,6 @@ def _doubled(graph: Graph, value: str, depth: int = 10) -> bool:
         return False
     if is_kind(node, "Concat"):
         return len(node.inputs) == 2 and node.inputs[0] == node.inputs[1]
-    if any(is_kind(node, kind) for kind in ("Cos", "Sin", "Cast", "Unsqueeze", "Mul", "Reshape")):
+    if any(is_kind(node, kind) for kind in ("Cos", "Sin", "Cast", "Unsqueeze", "Mul", "Reshape", "Transpose")):
         return any(_doubled(graph, name, depth - 1) for name in node.inputs)
     return False

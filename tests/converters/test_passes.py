@@ -25,7 +25,7 @@ from converters.passes.positions import positions
 from converters.passes.quantized import quantized
 from converters.passes.unpacked import unpacked
 from converters.read import read
-from mlx_transmuter.program import Node, Program
+from mlx_transmuter.program import Node, Program, Value
 from mlx_transmuter.signature import INDEX, outputs
 
 # Fixtures have two layers, gemma3_text three. A layer of a llama has 7 products, 2 norms, 2 rotations, 1 gate, 1
@@ -266,3 +266,28 @@ def test_rewrites_see_of_a_changed_program_what_a_walk_of_all_of_it_shows():
         fresh += program is not before.program
         before = after
     assert fresh >= 5
+
+
+def test_positions_that_are_shaped_once_for_two_uses_are_shaped_twice():
+    """onnxruntime's optimiser lets the rotation and the mask share an Unsqueeze of the same positions."""
+    program = before("gemma", positions)
+    seen = Graph(program)
+    shared = next(
+        node
+        for node in program.nodes
+        if node.op.startswith("Unsqueeze") and any(n.op.startswith("Cast") for n in seen.consumers(node.outputs[0]))
+    )
+    program.constants["last"] = np.array([3])
+    later = [
+        Node("Unsqueeze-13", (shared.outputs[0], "last"), ("rows",)),
+        Node("GreaterOrEqual-12", ("rows", "rows"), ("compared",)),
+    ]
+    program = replace(program, nodes=[*program.nodes, *later])
+    assert reasons(program, positions) == []
+    program = replace(program, outputs=(*program.outputs, Value("compared", "bool", None)))
+    after, record = apply(program, positions)
+    assert record.held == 3  # a Shape, the Unsqueeze, and the Cast after it
+    reads = {node.outputs[0]: node.inputs for node in after.nodes}
+    assert reads["rows"][0] == shared.outputs[0]
+    assert reads[shared.outputs[0]][0] != "position_ids"
+    assert reads[f"{shared.outputs[0]}.positions"][0] == "position_ids"
