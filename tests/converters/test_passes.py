@@ -25,6 +25,7 @@ from converters.passes.linear import linear
 from converters.passes.norms import norms
 from converters.passes.positions import positions
 from converters.passes.quantized import quantized
+from converters.passes.settle import settle
 from converters.passes.unpacked import unpacked
 from converters.read import read
 from mlx_transmuter.program import Node, Program, Value
@@ -323,6 +324,37 @@ def test_rewrites_see_of_a_changed_program_what_a_walk_of_all_of_it_shows():
         fresh += program is not before.program
         before = after
     assert fresh >= 5
+
+
+def test_numbers_of_rows_and_tokens_that_are_read_off_the_past_are_read_off_the_tokens():
+    """Newer exporters take the number of rows from any input that has it; over pools the past has none."""
+    program = before("llama", settle)
+    graph_ = Graph(program)
+    program.constants |= {"first": np.array(0), "second": np.array(1), "third": np.array(2)}
+    nodes, moved = [], 0
+    for node in program.nodes:
+        source = graph_.producer(node.inputs[0], "Shape") if node.op == "Gather-1" else None
+        axis = program.constants.get(node.inputs[1]) if source is not None else None
+        if source is None or axis is None or axis.size != 1 or source.inputs[0] not in ("position_ids", "input_ids"):
+            nodes.append(node)
+            continue
+        moved += 1
+        name = f"{node.outputs[0]}.past"
+        nodes.append(Node("Shape-1", ("past_key_values.1.value",), (name,)))
+        if axis.item() == 0:
+            nodes.append(Node("Gather-1", (name, "first"), node.outputs))
+            continue
+        nodes += [
+            Node("Shape-1", ("attention_mask",), (f"{name}.mask",)),
+            Node("Gather-1", (f"{name}.mask", "second"), (f"{name}.total",)),
+            Node("Gather-1", (name, "third"), (f"{name}.held",)),
+            Node("Sub-7", (f"{name}.total", f"{name}.held"), node.outputs),
+        ]
+    assert moved
+    order = (*IN_GRAPH, *OVER_POOLS)
+    after, records = rewrite(replace(program, nodes=nodes), order[order.index(settle) :])
+    assert after.input(INDEX) is not None, [record.declined for record in records]
+    assert {record.name: record.held for record in records}["attention"] == 6
 
 
 def test_positions_that_are_shaped_once_for_two_uses_are_shaped_twice():
