@@ -11,7 +11,9 @@ from converters.observe import TRIALS, Observation
 from mlx_transmuter.program import MAX_CONSTANT_ELEMENTS, Node
 
 # What sizes go through before they are used.
-_SIZES = ("Gather", "Slice", "Squeeze", "Unsqueeze", "Reshape", "Cast", "Add", "Sub", "Identity")
+_SIZES = (
+    "Gather", "Slice", "Squeeze", "Unsqueeze", "Reshape", "Cast", "Identity", "Add", "Sub", "Mul", "Neg", "Min", "Max",
+)  # fmt: skip
 # Operators that give their first input's elements in its order: with the same shape they give the input itself.
 _SAME_ELEMENTS = ("Reshape", "Expand", "Slice", "Unsqueeze", "Squeeze", "Flatten", "Identity", "Tile", "Dropout", "Pad")
 
