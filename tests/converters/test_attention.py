@@ -1,4 +1,4 @@
-"""Attention in one operator, and with one tensor for keys and values, over pools: against onnxruntime's run of the graph, and the forms that stay as they are."""
+"""Attention in one operator, or with one tensor for keys and values, over pools: against onnxruntime, and what stays."""
 
 from __future__ import annotations
 
