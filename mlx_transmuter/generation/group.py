@@ -43,7 +43,8 @@ class Group:
         """
         prompts = {prompt * self.width: self.batch.prompts[prompt] for prompt in self.members}
         start, last = 0, None
-        for part in prompt_parts(max(map(len, prompts.values())), self.batch.ctx.prefill_step_size):
+        longest, how = max(map(len, prompts.values())), self.batch.gen.decoder.prompts
+        for part in prompt_parts(longest, self.batch.ctx.prefill_step_size, how):
             if self.batch.cancelled:
                 return None
             tokens = np.zeros((len(self.all), part), np.int32)

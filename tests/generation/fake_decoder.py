@@ -33,6 +33,8 @@ class FakeDecoder:
     language, for checks of inputs that belong to rows. Every run is kept in `runs` with the calls that it got.
     """
 
+    prompts = "parts"
+
     def __init__(
         self,
         rows: int,
