@@ -52,6 +52,11 @@ class Compiled:
     decoder: Any
     selection: Selection
 
+    @property
+    def guesses(self) -> int:
+        """The most guesses of a row's next tokens in one pass; 0 where tokens come one by one."""
+        return self.context.settings.prompt_lookup_num_tokens or 0
+
 
 def context(
     model: Any,
@@ -100,11 +105,19 @@ def compile(ctx: Context, batch_size: int, *, decoder: Any = None) -> Compiled:
 
     decoder: one that was made for batch_size × width rows of the same model, where the caller has it. Call this in the
     thread that generates: what MLX compiles belongs to a thread. Raises GenerationError for settings with ids outside
-    the vocabulary.
+    the vocabulary, or guesses for a
+    model that cannot check several tokens in one pass.
     """
     if batch_size < 1:
         raise GenerationError("batch_size", str(batch_size), "at least 1")
     if decoder is None:
         decoder = Decoder(ctx.model.decoder, batch_size * ctx.settings.width)
+    if ctx.settings.prompt_lookup_num_tokens and "drafts" not in decoder.supports:
+        raise GenerationError(
+            "setting prompt_lookup_num_tokens",
+            "a graph whose attention was not rewritten onto pools, which takes one token at a time",
+            "a model whose conversion says so (mlx-transmuter inspect)",
+            "leave the setting out",
+        )
     selection = Selection(ctx.settings, decoder.vocab, ctx.processors, ctx.token_logprobs)
     return Compiled(ctx, batch_size, decoder, selection)

@@ -9,7 +9,7 @@ import numpy as np
 
 from mlx_transmuter.generation.batch import Batch
 from mlx_transmuter.generation.host import HostView
-from mlx_transmuter.generation.rows import prompt_parts
+from mlx_transmuter.generation.rows import Row, prompt_parts
 from mlx_transmuter.generation.state import State
 
 
@@ -28,11 +28,11 @@ class Group:
         total = [0] * len(self.all)
         for row in self.rows:
             size = len(batch.prompts[row // self.width]) + batch.limits[row // self.width]
-            total[row] = min(size, decoder.max_positions or size)
+            total[row] = min(size, decoder.max_positions or size) + batch.gen.guesses
         inputs = batch.inputs
         if self.width > 1:
             inputs = {name: mx.repeat(array, self.width, axis=0) for name, array in inputs.items()}
-        self.run = decoder.begin(total, inputs, paged=self.width > 1)
+        self.run = decoder.begin(total, inputs, paged=self.width > 1 or batch.gen.guesses > 0)
         self.host = HostView(batch.settings, batch.ctx.processors, decoder.vocab, batch.prompts, batch.sources)
 
     def prefill(self) -> mx.array | None:
@@ -74,11 +74,25 @@ class Group:
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         return self.run.step(tokens, counts, places)
 
+    def guess(self, tokens: np.ndarray, sees: np.ndarray, depths: np.ndarray) -> mx.array:
+        """The logits [rows, nodes, vocab] after each node of the rows' trees; `keep` then takes a path of each."""
+        return self.run.draft(tokens, sees, depths)
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """The tokens of row r go on along the nodes paths[r] of the tree that was guessed."""
+        self.run.accept(paths)
+        self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
+
     def fork(self, parents: list[int]) -> None:
         """Row r continues row parents[r] from now on."""
         if parents != list(self.all):
             self.run.fork(parents)
             self.lengths = [self.lengths[parent] for parent in parents]
+
+    def texts(self) -> dict[int, Row]:
+        """The rows of the group's prompts, without new tokens."""
+        batch = self.batch
+        return {row: Row(batch.prompts[row // self.width], batch.limits[row // self.width]) for row in self.rows}
 
     def state(self, keys: list[mx.array]) -> tuple[State, State]:
         """What the processors know of the rows after their prompts, and the part of it that stays fixed."""
