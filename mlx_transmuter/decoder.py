@@ -265,6 +265,18 @@ class Run:
         self._draft = None
         self.lengths = self.lengths + np.array([len(path) for path in kept], np.int32)
 
+    def back(self, lengths: Sequence[int]) -> None:
+        """Sets each row back to its first lengths[r] tokens. Raises DecoderError for more than a row has."""
+        new = np.asarray(lengths, np.int32)
+        if new.shape != self.lengths.shape or (new < 0).any() or (new > self.lengths).any():
+            raise DecoderError(f"rows set back to {list(lengths)} tokens", f"at most {self.lengths.tolist()}")
+        self._write_pending()
+        for row, length in zip(self._rows if self.paged else [], new.tolist(), strict=self.paged):
+            if row is not None:
+                self.slots.trim(row, length)
+        # In a run of slots the next tokens write over what is there; until then no position sees it.
+        self.lengths = new
+
     def fork(self, parents: Sequence[int]) -> None:
         """From now on row r continues after the tokens of row parents[r]: the rows share slots, and nothing moves.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -32,35 +33,18 @@ class Group:
         inputs = batch.inputs
         if self.width > 1:
             inputs = {name: mx.repeat(array, self.width, axis=0) for name, array in inputs.items()}
+        self.total = total
         self.run = decoder.begin(total, inputs, paged=self.width > 1 or batch.gen.guesses > 0)
         self.host = HostView(batch.settings, batch.ctx.processors, decoder.vocab, batch.prompts, batch.sources)
 
     def prefill(self) -> mx.array | None:
         """The logits after the prompts, [rows, vocab]; None if the run was cancelled.
 
-        A prompt runs in the first of its rows alone, and the others then continue it. Of the logits only those of a
-        row's last token are kept, from the part in which it came.
+        A prompt runs in the first of its rows alone, and the others then continue it.
         """
         prompts = {prompt * self.width: self.batch.prompts[prompt] for prompt in self.members}
-        start, last = 0, None
-        for part in prompt_parts(max(map(len, prompts.values())), self.batch.ctx.prefill_step_size):
-            if self.batch.cancelled:
-                return None
-            tokens = np.zeros((len(self.all), part), np.int32)
-            counts = [0] * len(self.all)
-            for row, prompt in prompts.items():
-                piece = prompt[start : start + part]
-                tokens[row, : len(piece)] = piece
-                counts[row] = len(piece)
-            logits = self.step(tokens, counts)
-            start += part
-            ends = np.array([counts[row] > 0 and len(prompts[row]) <= start for row in self.all])
-            if ends.any():
-                last = logits if last is None else mx.where(mx.array(ends)[:, None], logits, last)
-            del logits
-            self.run.evaluate(*([] if last is None else [last]))
-        assert last is not None  # a group has prompts, and they have tokens
-        if self.width == 1:
+        last = read_in_parts(self.run, self.step, prompts, self.batch)
+        if last is None or self.width == 1:
             return last
         parents = [row // self.width * self.width for row in self.all]
         self.fork(parents)
@@ -102,3 +86,33 @@ class Group:
         # Where positions end first, max_length still is what was asked for.
         ends = [len(prompt) + batch.ctx.new_tokens(len(prompt)) if prompt else 0 for prompt in prompts]
         return self.selection.begin(prompts, sources, ends, keys)
+
+
+def read_in_parts(
+    run: Any, step: Callable[[np.ndarray, list[int]], mx.array], texts: Mapping[int, Sequence[int]], batch: Batch
+) -> mx.array | None:
+    """The logits [rows, vocab] after the tokens texts[r] of some rows, which a run reads by `step` in parts of powers
+    of two; None if the batch was cancelled.
+
+    Of the logits only those of a row's last token are kept, from the part in which it came.
+    """
+    rows = range(batch.gen.batch_size * batch.settings.width)
+    start, last = 0, None
+    for part in prompt_parts(max(map(len, texts.values())), batch.ctx.prefill_step_size):
+        if batch.cancelled:
+            return None
+        tokens = np.zeros((len(rows), part), np.int32)
+        counts = [0] * len(rows)
+        for row, text in texts.items():
+            piece = text[start : start + part]
+            tokens[row, : len(piece)] = piece
+            counts[row] = len(piece)
+        logits = step(tokens, counts)
+        start += part
+        ends = np.array([counts[row] > 0 and len(texts[row]) <= start for row in rows])
+        if ends.any():
+            last = logits if last is None else mx.where(mx.array(ends)[:, None], logits, last)
+        del logits
+        run.evaluate(*([] if last is None else [last]))
+    assert last is not None  # each text has tokens
+    return last

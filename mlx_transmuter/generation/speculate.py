@@ -10,11 +10,11 @@ runs several tokens at once, so logits within rounding of a tie may fall the oth
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.generation.assistant import AssistantRun
 from mlx_transmuter.generation.batch import Step
 from mlx_transmuter.generation.group import Group
 from mlx_transmuter.generation.guesses import Guesses, Tree, size, stacked
@@ -39,12 +39,16 @@ def speculate(group: Group) -> Generator[Step, None, None]:
         group.batch.results[row] = text.result()
 
 
-def _proposer(group: Group) -> Any:
-    settings = group.batch.settings
+def _proposer(group: Group) -> AssistantRun | PromptLookup:
+    settings, assistant = group.batch.settings, group.batch.gen.assistant
+    if assistant is not None:
+        return AssistantRun(assistant, group)
     return PromptLookup(settings.max_matching_ngram_size, settings.eos_token_id)
 
 
-def _passes(group: Group, rows: Mapping[int, Row], guessing: Any) -> Generator[Step, None, None]:
+def _passes(
+    group: Group, rows: Mapping[int, Row], guessing: AssistantRun | PromptLookup
+) -> Generator[Step, None, None]:
     batch, selection, guesses = group.batch, group.selection, group.batch.gen.guesses
     logits = group.prefill()
     if logits is None:

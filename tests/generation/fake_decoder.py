@@ -126,6 +126,14 @@ class FakeRun:
                 self.tokens[row] += paths[path[-1]]
         self.guessed = None
 
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(tokens) for tokens in self.tokens], np.int32)
+
+    def back(self, lengths: Sequence[int]) -> None:
+        assert all(length <= len(tokens) for tokens, length in zip(self.tokens, lengths, strict=True))
+        self.tokens = [tokens[:length] for tokens, length in zip(self.tokens, lengths, strict=True)]
+
     def fork(self, parents: list[int]) -> None:
         assert self.paged
         self.tokens = [list(self.tokens[parent]) for parent in parents]

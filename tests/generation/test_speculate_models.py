@@ -1,7 +1,8 @@
-"""Prompt lookup on real decoders: windows, softcaps, learned positions, ALiBi, GroupQueryAttention, 4 bits, float16."""
+"""Guesses on real decoders: windows, softcaps, learned positions, ALiBi, GroupQueryAttention, 4 bits, float16."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -34,16 +35,20 @@ SAMPLING = {"temperature": st.sampled_from([0.05, 0.6]), "top_k": st.sampled_fro
 class Decoders:
     """One decoder of each model, whose steps stay compiled over the cases."""
 
-    made: dict[str, Decoder] = {}  # noqa: RUF012 shared by all tests of the session
+    made: dict[tuple[str, ...], Decoder] = {}  # noqa: RUF012 shared by all tests of the session
 
     @classmethod
-    def of(cls, name: str, model: Any) -> Decoder:
-        return cls.made.setdefault(name, Decoder(model.decoder, len(PROMPTS)))
+    def of(cls, name: str, model: Any, role: str = "model") -> Decoder:
+        return cls.made.setdefault((name, role), Decoder(model.decoder, len(PROMPTS)))
 
 
-def run(name: str, loaded: Any, **options: Any) -> list[generation.Result]:
+def run(name: str, loaded: Any, assistant: str | None = None, **options: Any) -> list[generation.Result]:
+    made = {"decoder": Decoders.of(name, loaded(name))}
+    if assistant is not None:
+        options["assistant_model"] = replace(loaded(assistant), tokenizer=None)  # its words are others, its ids as many
+        made["assistant"] = Decoders.of(assistant, loaded(assistant), "assistant")
     ctx = generation.context(loaded(name), token_logprobs=True, **{"do_sample": False, **options})
-    steps = generation.run(generation.compile(ctx, 4, decoder=Decoders.of(name, loaded(name))), PROMPTS, SEEDS)
+    steps = generation.run(generation.compile(ctx, len(PROMPTS), **made), PROMPTS, SEEDS)
     while True:
         try:
             next(steps)
@@ -60,16 +65,40 @@ def same(found: list[generation.Result], plain: list[generation.Result]) -> None
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     options=st.fixed_dictionaries({}, optional=OPTIONS),
     sampling=st.none() | st.fixed_dictionaries({"do_sample": st.just(True)}, optional=SAMPLING),
     most=st.sampled_from([2, 5]),
 )
 def test_texts_are_those_of_plain_decoding(name, loaded, options, sampling, most):
-    options = {**options, **(sampling or {}), "max_new_tokens": 20}
+    options = {**options, **(sampling or {}), "max_new_tokens": 16}
     looking = {"prompt_lookup_num_tokens": most, "max_matching_ngram_size": 2}
     same(run(name, loaded, **looking, **options), run(name, loaded, **options))
+
+
+@pytest.mark.parametrize(("name", "assistant"), [("llama", "mistral"), ("mistral", "llama_q4"), ("gemma2", "gemma2")])
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    options=st.fixed_dictionaries({}, optional=OPTIONS),
+    sampling=st.none() | st.fixed_dictionaries({"do_sample": st.just(True)}, optional=SAMPLING),
+    most=st.sampled_from([2, 5]),
+    sure=st.sampled_from([0.0, 0.2]),
+)
+def test_texts_with_an_assistant_are_those_of_plain_decoding(name, assistant, loaded, options, sampling, most, sure):
+    options = {**options, **(sampling or {}), "max_new_tokens": 16}
+    guessing = {"num_assistant_tokens": most, "assistant_confidence_threshold": sure}
+    same(run(name, loaded, assistant, **guessing, **options), run(name, loaded, **options))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "bloom", "gpt2"])
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.5}])
+def test_a_model_that_guesses_for_itself_is_right(name, loaded, sampling):
+    guessing = {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.0}
+    found = run(name, loaded, name, max_new_tokens=20, eos_token_id=None, **guessing, **sampling)
+    for result in found:
+        if result.tokens:
+            assert result.guesses == (4, 15, 15)  # 19 tokens after the first: three passes of 5 and one of 4
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -86,6 +115,12 @@ def test_a_graph_that_takes_one_token_at_a_time_says_so(loaded):
     ctx = generation.context(loaded("gpt2_ort"), prompt_lookup_num_tokens=3)
     with pytest.raises(GenerationError, match="prompt_lookup_num_tokens"):
         generation.compile(ctx, 1)
+
+
+def test_an_assistant_of_other_words_is_refused(loaded):
+    with pytest.raises(GenerationError, match="assistant_model: found a tokenizer of which"):
+        generation.context(loaded("llama"), assistant_model=loaded("mistral"))
+    generation.context(loaded("llama"), assistant_model=loaded("llama_q4"))
 
 
 @pytest.mark.usefixtures("compiling")
