@@ -69,6 +69,7 @@ OPTIONS = {
     "forced_eos_token_id": st.sampled_from([1, 9]),
     "exponential_decay_length_penalty": st.just((2, 1.4)),
     "begin_suppress_tokens": st.just([3, 5, 7, 9, 11]),
+    "prefill_step_size": st.sampled_from([1, 4]),
     "num_assistant_tokens_schedule": st.sampled_from(["constant", "heuristic", "heuristic_transient"]),
     "processors": st.just([(lambda row: np.array([len(row["generated"]), sum(row["generated"])], np.float32),
                             lambda logits, seen: logits + mx.sin(seen[0] + seen[1] * mx.arange(VOCAB)))]),
@@ -122,13 +123,23 @@ def test_prompt_lookup_gives_the_texts_of_plain_decoding(prompts, options, sampl
 
 
 def test_a_text_that_repeats_itself_takes_few_passes_of_few_shapes_and_one_evaluation_each():
-    options = {"max_new_tokens": 60, "fake": {"memory": 1}, "prompt_lookup_num_tokens": 7}
+    options = {"max_new_tokens": 60, "fake": {"memory": 1}, "prompt_lookup_num_tokens": 7, "token_logprobs": True}
     gen = compiled(2, **options)
+    chosen = []
+    path = gen.selection.path
+
+    def counted(*args):
+        packed, state = path(*args)
+        chosen.append((packed.dtype, packed.shape[0], packed.shape[2]))
+        return packed, state
+
+    gen.selection.path = counted
     _, found = results(gen, [[3, 4, 5], [6]])
     (run,) = gen.decoder.runs
     passes = len(run.drafts)
     assert len(run.waits) == 2 + 1 + passes  # the prompts' two parts, the first tokens, the passes
     assert all(run.waits)
+    assert chosen == [(mx.int32, 2, 2)] * passes  # of each pass one array of tokens and log-probabilities
     assert len(run.steps) == 2
     assert set(run.drafts) <= {1, 2, 4, 8}
     assert passes <= 20
