@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from decoding import plain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,18 @@ from mlx_transmuter import generation
 from mlx_transmuter.decoder import Decoder
 from mlx_transmuter.generation import GenerationError
 
-ARCHITECTURES = ["llama", "mistral", "gemma2", "gpt2", "bloom", "phi3", "llama_genai", "mistral_genai", "llama_q4"]
+ARCHITECTURES = [
+    "llama",
+    "mistral",
+    "gemma2",
+    "gpt2",
+    "bloom",
+    "phi3",
+    "llama_genai",
+    "mistral_genai",
+    "llama_q4",
+    "gpt_oss",
+]
 # Rows of their own lengths, one of padding; the second repeats itself, past the window of 8 that mistral has.
 PROMPTS = [[70, 71, 72, 73, 70, 71, 72], [80, 81, 82, 83] * 4, [], [90]]
 SEEDS = [3, 4, 5, 6]
@@ -122,7 +134,7 @@ def test_some_guesses_are_kept(name, loaded):
 
 
 def test_a_graph_that_takes_one_token_at_a_time_says_so(loaded):
-    ctx = generation.context(loaded("gpt2_ort"), prompt_lookup_num_tokens=3)
+    ctx = generation.context(replace(loaded("llama"), decoder=plain("llama")), prompt_lookup_num_tokens=3)
     with pytest.raises(GenerationError, match="prompt_lookup_num_tokens"):
         generation.compile(ctx, 1)
 
