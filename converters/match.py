@@ -109,9 +109,9 @@ def apply(program: Program, rewrite: Rewrite) -> tuple[Program, Record]:
     for node in program.nodes:
         answer = replaced.get(id(node))
         if answer is None:
-            nodes.append(_aliased(node, aliases))
+            nodes.append(aliased(node, aliases))
             continue
-        nodes += (_aliased(new, aliases) for new in answer.nodes)
+        nodes += (aliased(new, aliases) for new in answer.nodes)
         aliases |= {name: aliases.get(other, other) for name, other in answer.aliases.items()}
         layers |= answer.layers
         arrays |= answer.arrays
@@ -130,13 +130,14 @@ def apply(program: Program, rewrite: Rewrite) -> tuple[Program, Record]:
     return program.select([value.name for value in program.outputs]), record
 
 
-def _aliased(node: Node, aliases: dict[str, str]) -> Node:
+def aliased(node: Node, aliases: dict[str, str]) -> Node:
+    """The node reading, in its branches too, other values in place of those that have an alias."""
     if not aliases or not any(name in aliases for name in node.reads()):
         return node
     attrs = {
         key: replace(
             value,
-            nodes=[_aliased(inner, aliases) for inner in value.nodes],
+            nodes=[aliased(inner, aliases) for inner in value.nodes],
             outputs=tuple(replace(out, name=aliases.get(out.name, out.name)) for out in value.outputs),
         )
         if isinstance(value, Program)
@@ -161,4 +162,4 @@ def _named(nodes: list[Node], aliases: dict[str, str], outputs: list[str]) -> li
         replace(node, outputs=tuple(names.get(name, name) for name in node.outputs)) if names else node
         for node in nodes
     ]
-    return [_aliased(node, names) for node in renamed] + copies
+    return [aliased(node, names) for node in renamed] + copies

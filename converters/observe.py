@@ -42,7 +42,7 @@ class Observation:
             signature = Signature.of(program)
         except SignatureError:
             return None
-        if signature.given or signature.branch or not signature.entries:
+        if signature.given or signature.branch:
             return None
         zeros = {name: mx.zeros(w.shape, ops.device_dtype(w.dtype)) for name, w in program.weights.items()}
         module = Module(program, zeros)
@@ -80,10 +80,13 @@ class Observation:
 
 
 def step(program: Program, signature: Signature, rows: int, past: int, seq: int) -> dict[str, mx.array | np.ndarray]:
-    """Inputs of those sizes for one step of the program: zeros, with a full mask."""
+    """Inputs of those sizes for one step of the program: zeros, with a full mask; no past where nothing is carried."""
+    past = past if signature.carried else 0
     inputs: dict[str, mx.array | np.ndarray] = {
         entry.past: mx.zeros(entry.sizes(rows, past), ops.device_dtype(entry.dtype)) for entry in signature.entries
     }
+    for state in signature.states:
+        inputs[state.past] = mx.zeros(state.sizes(rows), ops.device_dtype(state.dtype))
     values = {value.name: value for value in program.inputs}
     shape, dtype = values[signature.tokens].shape, ops.device_dtype(values[signature.tokens].dtype)
     dim = (shape[-1],) if signature.embeds and shape and isinstance(shape[-1], int) else ()

@@ -286,6 +286,13 @@ def test_inspect_says_what_the_model_is(run, folder):
     assert found["rewrites"] == program["meta"]["rewrites"]
 
 
+def test_inspect_says_how_an_unusual_decoder_runs(run, converted):
+    assert "cache mode   grow, whole prompts\n" in run("inspect", converted("gpt2_reread"))[1]
+    assert "cache mode   append, padding none\n" in run("inspect", converted("lfm2"))[1]
+    out = run("inspect", converted("gpt2_merged"))[1]
+    assert "cache mode   append\nbranch       cached\n" in out
+
+
 def test_inspect_says_why_a_rewrite_did_not_hold(run, folder, tmp_path):
     program = json.loads((folder / "program.json").read_text())
     program["meta"]["rewrites"] = [{"name": "fuse", "held": 3, "declined": {"w has rank 2": 4}}]

@@ -94,7 +94,12 @@ def test_a_draft_is_refused_where_it_cannot_be_right(loaded):
     sees, depths = np.ones((1, 1, 1), bool), np.zeros((1, 1), np.int32)
     tokens = np.array([[5]], np.int32)
     unsupported = [name for name in NAMES if "drafts" not in Decoder(loaded(name).decoder, 1).supports]
-    assert unsupported == []
+    states = "states.*past_conv.0"
+    why = {"deltanet_ort": states, "gpt2_reread": "no cache", "lfm2": states}
+    assert unsupported == list(why)
+    for name, match in why.items():
+        with pytest.raises(DecoderError, match=match):
+            Decoder(loaded(name).decoder, 1).begin([8], paged=True).draft(tokens, sees, depths)
     with pytest.raises(DecoderError, match="attention isn't over pools"):
         Decoder(unrewritten("llama"), 1).begin([8], paged=True).draft(tokens, sees, depths)
     decoder = Decoder(loaded("llama").decoder, 1)

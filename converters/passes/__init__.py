@@ -15,8 +15,8 @@ buffer;
 7. attention: after settle, which leaves of the repeated keys and of the reshapes only what matters; the past and the
    present become pools, and the mask, which nothing reads any more, goes. group_query: the same for the operator that
    brings its rotation.
-8. last: after attention, since only a program over pools is told which tokens are the last.
-9. heads: after all that look for a transpose.
+8. last: after attention; also where past and present stay as they are.
+9. heads: after all that look for a transpose; together: what heads found of one product.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ from converters.passes.positions import positions
 from converters.passes.quantized import quantized
 from converters.passes.rotary import rotary
 from converters.passes.settle import settle
+from converters.passes.together import together
 from converters.passes.unpacked import unpacked
 from mlx_transmuter.program import Program
+from mlx_transmuter.signature import OPTIONAL
 
 # What leaves past and present as they are, and what makes pools of them.
 IN_GRAPH: tuple[Rewrite, ...] = (
@@ -59,7 +61,7 @@ IN_GRAPH: tuple[Rewrite, ...] = (
     rotary,
     gates,
 )
-OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last, heads)
+OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last, heads, together)
 
 
 def rewrite(program: Program, order: tuple[Rewrite, ...]) -> tuple[Program, list[Record]]:
@@ -70,7 +72,7 @@ def rewrite(program: Program, order: tuple[Rewrite, ...]) -> tuple[Program, list
         records.append(record)
     read = {name for node in program.nodes for name in node.reads()} | {value.name for value in program.outputs}
     return replace(
-        program, inputs=tuple(v for v in program.inputs if v.name in read or v.name.startswith("past"))
+        program, inputs=tuple(value for value in program.inputs if value.name in read or value.name not in OPTIONAL)
     ), records
 
 

@@ -95,8 +95,8 @@ def context(
     `prompt`, `generated` (the last token first) and `vocab`, and returns an array of the same shape at each step;
     `process` takes the logits [vocab] of the row and that array and returns logits. num_beams, max_new_tokens and
     options are names of generation_config.json (`SETTINGS`). prefill_step_size: the most tokens of a prompt that one
-    step takes. assistant_model: a smaller model of the same vocabulary, which guesses tokens that the model then
-    checks, several in one pass; the texts stay the same.
+    step takes, of a decoder that takes prompts in parts. assistant_model: a smaller model of the same vocabulary, which
+    guesses tokens that the model then checks, several in one pass; the texts stay the same.
 
     Raises GenerationError for an unknown name, a value out of range, or a setting that is not supported.
     """

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.decoder import stride
 from mlx_transmuter.generation.batch import Batch
 from mlx_transmuter.generation.host import HostView
 from mlx_transmuter.generation.rows import Row, prompt_parts
@@ -29,12 +30,17 @@ class Group:
         total = [0] * len(self.all)
         for row in self.rows:
             size = len(batch.prompts[row // self.width]) + batch.limits[row // self.width]
-            total[row] = min(size, decoder.max_positions or size) + batch.gen.guesses
+            total[row] = min(size, decoder.max_positions or size)
         inputs = batch.inputs
         if self.width > 1:
             inputs = {name: mx.repeat(array, self.width, axis=0) for name, array in inputs.items()}
+        if guesses := batch.gen.guesses:
+            # Guesses that are not kept have slots of their own. As many for each row, of few sizes, so that runs whose
+            # rows are pages share steps as other runs do.
+            slots = stride(max(total) + guesses)
+            total = [slots if size else 0 for size in total]
         self.total = total
-        self.run = decoder.begin(total, inputs, paged=self.width > 1 or batch.gen.guesses > 0)
+        self.run = decoder.begin(total, inputs, paged=self.width > 1 or guesses > 0)
         self.host = HostView(batch.settings, batch.ctx.processors, decoder.vocab, batch.prompts, batch.sources)
 
     def prefill(self) -> mx.array | None:
@@ -43,7 +49,7 @@ class Group:
         A prompt runs in the first of its rows alone, and the others then continue it.
         """
         prompts = {prompt * self.width: self.batch.prompts[prompt] for prompt in self.members}
-        last = read_in_parts(self.run, self.step, prompts, self.batch)
+        last = read_in_parts(self.run, self.step, prompts, self.batch, self.batch.gen.decoder.prompts)
         if last is None or self.width == 1:
             return last
         parents = [row // self.width * self.width for row in self.all]
@@ -89,16 +95,20 @@ class Group:
 
 
 def read_in_parts(
-    run: Any, step: Callable[[np.ndarray, list[int]], mx.array], texts: Mapping[int, Sequence[int]], batch: Batch
+    run: Any,
+    step: Callable[[np.ndarray, list[int]], mx.array],
+    texts: Mapping[int, Sequence[int]],
+    batch: Batch,
+    how: str = "parts",
 ) -> mx.array | None:
-    """The logits [rows, vocab] after the tokens texts[r] of some rows, which a run reads by `step` in parts of powers
-    of two; None if the batch was cancelled.
+    """The logits [rows, vocab] after the tokens texts[r] of some rows, which a run reads by `step` (`prompt_parts` says
+    how); None if the batch was cancelled.
 
     Of the logits only those of a row's last token are kept, from the part in which it came.
     """
     rows = range(batch.gen.batch_size * batch.settings.width)
     start, last = 0, None
-    for part in prompt_parts(max(map(len, texts.values())), batch.ctx.prefill_step_size):
+    for part in prompt_parts(max(map(len, texts.values())), batch.ctx.prefill_step_size, how):
         if batch.cancelled:
             return None
         tokens = np.zeros((len(rows), part), np.int32)

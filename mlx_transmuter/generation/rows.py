@@ -84,8 +84,13 @@ def listed(tokens: Sequence[int], logprobs: Sequence[float]) -> list[Token]:
     return [Token(token, logprob) for token, logprob in zip(tokens, logprobs or [None] * len(tokens), strict=True)]
 
 
-def prompt_parts(length: int, most: int | None = None) -> list[int]:
-    """The steps of a prompt of length tokens: powers of two, the largest first, none above most (45: 32, 8, 4, 1)."""
+def prompt_parts(length: int, most: int | None = None, how: str = "parts") -> list[int]:
+    """The steps of a prompt of length tokens: powers of two, the largest first, none above most (45: 32, 8, 4, 1).
+
+    how: what the decoder takes (see its Plan): "parts", a "whole" prompt, or "single" tokens.
+    """
+    if how != "parts":
+        return [length] if how == "whole" else [1] * length
     parts: list[int] = []
     while length:
         part = 1 << (min(length, most or length).bit_length() - 1)

@@ -25,6 +25,7 @@ from converters.passes.linear import linear
 from converters.passes.norms import norms
 from converters.passes.positions import positions
 from converters.passes.quantized import quantized
+from converters.passes.together import together
 from converters.passes.unpacked import unpacked
 from converters.read import read
 from mlx_transmuter.program import Node, Program
@@ -59,6 +60,7 @@ WANTED = {
     "deepseek_v3": {"gates": 2, "embedding": 1, "linear": 17, "norms": 9, "rotary": 4, "attention": 6, "last": 1},
     "gpt_oss": {"positions": 2, "embedding": 1, "linear": 11, "norms": 5, "gates": 2, "attention": 6, "last": 1},
     "gpt2_ort": {"unpacked": 2, "linear": 9, "attention": 4, "last": 1},
+    "lfm2": {"embedding": 1, "linear": 18, "norms": 9, "rotary": 2, "gates": 3, "attention": 3, "last": 1},
     "llama_genai": {"embedding": 1, "linear": 11, "group_query": 2, "last": 1},
     "mistral_genai": {"embedding": 1, "linear": 11, "group_query": 2, "last": 1},
 }
@@ -84,7 +86,7 @@ def test_each_rewrite_is_made_as_often_as_the_architecture_asks(name, loaded):
     assert {rewrite: held[rewrite] for rewrite in wanted} == wanted
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gpt2_reread", "deltanet_ort")])  # no cache
 def test_every_fixture_runs_over_pools_and_nothing_of_past_or_mask_is_left(name, loaded):
     program = loaded(name).decoder.program
     assert program.input(INDEX) is not None
@@ -98,9 +100,9 @@ def test_every_fixture_runs_over_pools_and_nothing_of_past_or_mask_is_left(name,
 def test_a_llama_layer_has_as_many_nodes_as_a_person_would_write(loaded):
     program = loaded("llama").decoder.program
     layer = [node for node in program.nodes if "/layers.1/" in node.name]
-    # norm, qkv, its parts (3 into heads), 2 rotations and what broadcasts their tables, attention, its heads joined,
-    # product, sum; norm, gate and up, their parts, silu · up, down, sum
-    assert len(layer) <= 19, [node.op for node in layer]
+    # norm, qkv, its heads, these split, rotation, split, attention, its heads joined, product, sum; norm, gate and up,
+    # their parts, silu · up, down, sum
+    assert len(layer) <= 16, [node.op for node in layer]
 
 
 def reasons(program: Program, one) -> list[str]:
@@ -281,6 +283,34 @@ def test_heads_are_parted_and_joined_in_one_node_each():
     kinds = [node.op for node in after.nodes]
     assert (kinds.count("mlx.split_heads"), kinds.count("mlx.merge_heads")) == (6, 2)
     assert not any(node.op.startswith("Transpose") and node.attrs["perm"] == [0, 2, 1, 3] for node in after.nodes)
+
+
+def test_queries_keys_and_values_are_parted_once_and_queries_and_keys_rotated_once():
+    program = before("llama", together)
+    after, record = apply(program, together)
+    assert record.held == 12  # a split, three partings and two rotations in each of two layers
+    kinds = [node.op for node in after.nodes]
+    assert (kinds.count("mlx.split_heads"), kinds.count("mlx.rotary"), kinds.count("Split-13")) == (2, 2, 6)
+    after.validate()
+
+
+@pytest.mark.parametrize("change", ["other angles", "other sizes", "read before"])
+def test_heads_that_are_not_alike_are_parted_and_rotated_apart(change):
+    program = before("llama", together)
+    first, second = [node for node in program.nodes if node.op == "mlx.rotary"][:2]
+    split = next(node for node in program.nodes if node.op == "mlx.split_heads")
+    at = program.nodes.index
+    if change == "other angles":
+        program.nodes[at(second)] = replace(second, inputs=(second.inputs[0], second.inputs[2], second.inputs[1]))
+        wanted = (3, 2)  # rotations and partings
+    elif change == "other sizes":
+        program.nodes[at(split)] = replace(split, attrs={"heads": 2 * split.attrs["heads"]})
+        wanted = (3, 4)
+    else:
+        program.nodes.insert(at(first) + 1, Node("Abs-6", first.outputs, ("early",)))
+        wanted = (3, 2)
+    kinds = [node.op for node in apply(program, together)[0].nodes]
+    assert (kinds.count("mlx.rotary"), kinds.count("mlx.split_heads")) == wanted
 
 
 @pytest.mark.parametrize("change", ["another order", "other rows"])

@@ -34,6 +34,8 @@ class FakeDecoder:
     repeat themselves. Every run is kept in `runs` with the calls that it got.
     """
 
+    prompts = "parts"
+
     def __init__(
         self,
         rows: int,

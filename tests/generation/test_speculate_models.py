@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mlx_transmuter import generation
 from mlx_transmuter.decoder import Decoder
 from mlx_transmuter.generation import GenerationError
+from mlx_transmuter.module import Module
 
 ARCHITECTURES = [
     "llama",
@@ -143,6 +144,21 @@ def test_an_assistant_of_other_words_is_refused(loaded):
     with pytest.raises(GenerationError, match="assistant_model: found a tokenizer of which"):
         generation.context(loaded("llama"), assistant_model=loaded("mistral"))
     generation.context(loaded("llama"), assistant_model=loaded("llama_q4"))
+
+
+@pytest.mark.usefixtures("compiling")
+def test_prompts_of_other_lengths_share_the_steps(loaded, monkeypatch):
+    ctx = generation.context(loaded("llama"), max_new_tokens=30, prompt_lookup_num_tokens=3, eos_token_id=None)
+    gen = generation.compile(ctx, 1)
+    traced = []
+    call = Module.__call__
+    monkeypatch.setattr(Module, "__call__", lambda self, **feed: traced.append(1) or call(self, **feed))
+    counts = []
+    for length in (7, 7, 3, 6, 5, 7):
+        generation.generate(gen, [([70, 71, 72] * 3)[:length]], [0])
+        counts.append(len(traced))
+    # Prompts in parts of 4, 2 and 1; passes of 1, 2 and 4 nodes.
+    assert counts[0] == counts[-1] <= 3 + 3
 
 
 @pytest.mark.usefixtures("compiling")
