@@ -62,13 +62,14 @@ def test_steps_are_few(name, loaded):
     assert decoder.compilations - before <= 3  # one of a token, two that write what a graph as it is gives
 
 
+@pytest.mark.parametrize("block", [1, 3])
 @pytest.mark.parametrize("form", ["rewritten", "plain"])
 @pytest.mark.parametrize("name", NAMES)
-def test_forked_rows_continue_with_their_parents_states(name, form, loaded):
+def test_forked_rows_continue_with_their_parents_states(name, form, block, loaded):
     module = loaded(name).decoder if form == "rewritten" else plain(name)
     prompts, draw = [row["prompt"] for row in rows_of(name)], np.random.default_rng(1)
     texts = [prompts[1], prompts[1][::-1], []]
-    run = Decoder(module, 3).begin([40] * 3, paged=True)
+    run = Decoder(module, 3).begin([40] * 3, paged=True, block=block)
     prefill(run, texts)
     for parents in ([0, 1, 1], [2, 0, 0], [1, 1, 2], [0, 1, 2]):
         run.fork(parents)
