@@ -19,6 +19,7 @@ from converters.passes.attention import attention
 from converters.passes.group_query import group_query
 from converters.read import read
 from mlx_transmuter.model import load_folder
+from mlx_transmuter.plan import Plan
 from mlx_transmuter.signature import INDEX
 
 LOW, EPS = -1e9, 1e-3
@@ -180,7 +181,7 @@ def test_an_operator_that_is_attention_runs_over_pools_as_onnxruntime_runs_it(na
     assert program.program.input(INDEX) is not None, program.program.meta["rewrites"]
     assert not kinds & {"com.microsoft.MultiHeadAttention", "com.microsoft.GroupQueryAttention", "Attention"}
     case = prove.Case.random(VOCAB, [11, 5, 0])
-    found = prove.run(program, "append", case)
+    found = prove.run(program, Plan("append"), case)
     onnx.save(LIKE.get(name, MODELS[name])(), tmp_path / "model.onnx")
     for row, (prompt, following) in enumerate(zip(case.prompts[:2], case.following, strict=False)):
         wanted = onnxruntime_logits(tmp_path / "model.onnx", [prompt, *([token] for token in following)])
