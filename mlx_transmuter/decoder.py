@@ -376,7 +376,7 @@ class Run:
 
     def _move(self, copies: list[tuple[int, int]]) -> None:
         """Copies the slots of a page that two rows shared and one of them now writes."""
-        if not copies:
+        if not copies or not self.decoder.signature.entries:
             return
         self.copies += len(copies)
         old, new = (np.array(side, np.int32) for side in zip(*copies, strict=True))
