@@ -24,6 +24,7 @@ from converters.match import Record, Rewrite
 from converters.names import name_inputs, name_weights
 from converters.observe import step
 from converters.passes import IN_GRAPH, OVER_POOLS, rewrite
+from converters.passes.experts import experts
 from converters.read import read
 from converters.tensors import Tensor
 from mlx_transmuter import ops, weights
@@ -181,21 +182,24 @@ def _in_graph(folder: Path, graph: Program, path: Path, case: prove.Case, limit:
                 module = Module(program, weights.load(folder, program))
                 tried = prove.plans(program, Signature.of(program))
             except (ProgramError, SignatureError, ops.OperatorError):
-                if not order:
+                if not order and start is graph:
                     raise  # the graph itself is at fault
                 continue
+            eager = any(record.name == experts.__name__ and record.held for record in records)
             if wanted is None:
-                wanted, single = _wanted(_plain_module(graph, program, module), signature, case, path)
+                wanted, single = _wanted(_plain_module(graph, program, module), signature, case, eager, path)
             plan, errors = prove.best_plan(module, _for(tried, single), case, wanted, limit)
             if plan is None and single is None:
-                wanted, single = _by_token(_plain_module(graph, program, module), signature, case, wanted, limit)
+                wanted, single = _by_token(_plain_module(graph, program, module), signature, case, eager, wanted, limit)
                 plan, again = prove.best_plan(module, _for(tried, True), case, wanted, limit) if single else (plan, {})
                 errors |= again
             if plan is not None:
                 records += [_dropped(one) for one in IN_GRAPH if one not in order]
                 return _Proved(program, module, records, plan, errors, wanted)
-            if start is not graph and not _agrees(_plain_module(start, program, module), start, case, wanted, limit):
-                break  # fewer rewrites would not help
+            if start is not graph:
+                plain = _plain_module(start, program, module)
+                if not _agrees(plain, Signature.of(start), case, eager, wanted, limit):
+                    break  # fewer rewrites would not help
     found = f"a module that disagrees with its graph ({errors})"
     do = "report the model: its conversion is wrong and was thrown away"
     raise ConvertError(path, found, f"logits within {limit:g} of their spread", do)
@@ -205,28 +209,30 @@ def _for(tried: list[Plan], single: bool | None) -> list[Plan]:
     return [replace(plan, prompts="single") for plan in tried] if single else tried
 
 
-def _agrees(module: Module, program: Program, case: prove.Case, wanted: list[list[np.ndarray]], limit: float) -> bool:
+def _agrees(
+    module: Module, signature: Signature, case: prove.Case, eager: bool, wanted: list[list[np.ndarray]], limit: float
+) -> bool:
     """Whether the program as it is gives the wanted logits."""
     try:
-        return prove.error(prove.plain(module, Signature.of(program), case), wanted) <= limit
+        return prove.error(prove.plain(module, signature, case, eager), wanted) <= limit
     except ops.OperatorError:
         return False
 
 
 def _wanted(
-    module: Module, signature: Signature, case: prove.Case, path: Path
+    module: Module, signature: Signature, case: prove.Case, eager: bool, path: Path
 ) -> tuple[list[list[np.ndarray]], bool | None]:
     """The graph's logits, and whether it takes a prompt token by token alone; None where that is to be tried.
 
     What this raises is the graph's own fault.
     """
     try:
-        wanted = prove.plain(module, signature, case)
+        wanted = prove.plain(module, signature, case, eager)
     except ops.OperatorError as problem:
         try:
-            return prove.plain(module, signature, case, single=True), True
+            return prove.plain(module, signature, case, eager, single=True), True
         except ops.OperatorError:
-            if not signature.entries or not _runs_over_a_past(module, signature):
+            if not signature.entries or not _runs_over_a_past(module, signature, eager):
                 raise problem from None
         found = f"a graph that takes no empty cache ({problem.node}: {problem.found})"
         do = "convert the merged decoder of the model, or the one without a past (decoder_model.onnx)"
@@ -237,22 +243,22 @@ def _wanted(
 
 
 def _by_token(
-    module: Module, signature: Signature, case: prove.Case, wanted: list[list[np.ndarray]], limit: float
+    module: Module, signature: Signature, case: prove.Case, eager: bool, wanted: list[list[np.ndarray]], limit: float
 ) -> tuple[list[list[np.ndarray]], bool]:
     """The logits wanted of a graph that agrees over no cache, and whether it takes a prompt token by token alone.
 
     A graph that was exported for tokens after a cache may hide nothing of a step's later tokens from its earlier ones:
     then its logits after a prompt at once are not those after the prompt's tokens one by one, and these are right.
     """
-    steps = prove.plain(module, signature, case, single=True)
+    steps = prove.plain(module, signature, case, eager, single=True)
     single = prove.error([row[:1] for row in steps], [row[:1] for row in wanted]) > limit
     return (steps, True) if single else (wanted, False)
 
 
-def _runs_over_a_past(module: Module, signature: Signature) -> bool:
+def _runs_over_a_past(module: Module, signature: Signature, eager: bool) -> bool:
     """Whether the graph runs over a cache that is not empty."""
     try:
-        module.eagerly(**step(module.program, signature, 1, 4, 1))
+        (module.eagerly if eager else module)(**step(module.program, signature, 1, 4, 1))
     except ops.OperatorError:
         return False
     return True

@@ -47,21 +47,24 @@ class Case:
         return Case(prompts, [draw.integers(vocab // 4, vocab, STEPS).tolist() for _ in lengths])
 
 
-def plain(module: Module, signature: Signature, case: Case, *, single: bool = False) -> list[list[np.ndarray]]:
+def plain(
+    module: Module, signature: Signature, case: Case, eager: bool = False, *, single: bool = False
+) -> list[list[np.ndarray]]:
     """The logits [vocab] of each row after its prompt and after each following token, one row at a time.
 
     The graph runs as its exporter meant it: the prompt at once (single: token by token), a cache of exactly the tokens
     so far, no padding; a graph without a cache gets all tokens so far.
+    eager: shapes may depend on values, as a mixture's experts have them before their rewrite.
     """
     found = []
     for prompt, following in zip(case.prompts, case.following, strict=True):
         parts = [[token] for token in prompt] if single else [prompt]
-        logits = _plain_row(module, signature, [*parts, *([token] for token in following)]) if prompt else []
+        logits = _plain_row(module, signature, [*parts, *([token] for token in following)], eager) if prompt else []
         found.append(logits[len(parts) - 1 :] if prompt else [])
     return found
 
 
-def _plain_row(module: Module, signature: Signature, parts: list[list[int]]) -> list[np.ndarray]:
+def _plain_row(module: Module, signature: Signature, parts: list[list[int]], eager: bool) -> list[np.ndarray]:
     inputs = {value.name: value for value in module.program.inputs}
     cache = {e.past: mx.zeros(e.sizes(1, 0), ops.device_dtype(e.dtype)) for e in signature.entries}
     cache |= {s.past: mx.zeros(s.sizes(1), ops.device_dtype(s.dtype)) for s in signature.states}
@@ -82,7 +85,7 @@ def _plain_row(module: Module, signature: Signature, parts: list[list[int]]) -> 
             feed[signature.branch] = np.array([length > 0])
         if signature.keep:
             feed[signature.keep] = np.zeros([1] * len(inputs[signature.keep].shape or ()), np.int64)
-        given = module.eagerly(**feed)
+        given = (module.eagerly if eager else module)(**feed)
         cache = {one.past: given[one.present] for one in signature.carried}
         length += len(part)
         mx.eval(given)

@@ -29,10 +29,13 @@ class Reread:
         self.paged, self.runs_ahead = True, False
         self._tokens: np.ndarray | None = None
         self._places: np.ndarray | None = None
+        self._over = False
 
     def step(self, tokens: Any, counts: Sequence[int], positions: Any = None) -> mx.array:
         """Lazy logits [rows, vocab] at the last real token of each row; as `Run.step`."""
         decoder = self.decoder
+        if self._over:
+            raise DecoderError("a run that was closed", "a run under way", "begin another")
         new = new_tokens(decoder.rows, self.lengths, self.total, tokens, counts)
         if decoder.grows and (self.lengths[new > 0] + new[new > 0] != (self.lengths + new).max()).any():
             raise DecoderError(f"rows of {(self.lengths + new).tolist()} tokens", "rows of one length in a run")
@@ -52,8 +55,9 @@ class Reread:
         self.lengths = self.lengths + new
         length, padding = int(self.lengths.max()), decoder.plan.padding
         width = length if padding == "none" else decoder.columns(length)
-        step = decoder.compiled(("reread", width, positions is not None), lambda: reading(decoder.graph, padding))
-        places = None if self._places is None else mx.array(self._laid(self._places, -1, width))
+        placed = self._places is not None
+        step = decoder.compiled(("reread", width, placed), lambda: reading(decoder.graph, padding))
+        places = mx.array(self._laid(self._places, -1, width)) if self._places is not None else None
         read = mx.array(self._laid(self._tokens, 1, width))
         return step(read, mx.array(self.lengths), places, self.given)
 
@@ -90,6 +94,7 @@ class Reread:
     def close(self) -> None:
         """The run is over."""
         self._tokens = self._places = None
+        self._over = True
 
 
 def reading(graph: Graph, padding: Padding) -> Callable[..., Any]:

@@ -103,3 +103,18 @@ def test_wrong_steps_are_refused(loaded):
     with pytest.raises(DecoderError, match="no cache"):
         run.draft(two, two, two)
     run.close()
+    with pytest.raises(DecoderError, match="closed"):
+        run.step(two, [2, 0])
+
+
+def test_positions_that_were_given_once_stay(loaded):
+    """Tokens that come without positions after some that had them stand at their indices."""
+    prompt, places = [5, 6, 7, 8], np.array([[0, 2, 4, 6]], np.int32)
+    logits = []
+    for parts in ([(prompt, places), ([9], None)], [([*prompt, 9], np.array([[0, 2, 4, 6, 4]], np.int32))]):
+        run = Decoder(loaded("gpt2_reread").decoder, 1).begin([5])
+        for tokens, given in parts:
+            found = run.step(np.array([tokens], np.int32), [len(tokens)], given)
+            run.evaluate(found)
+        logits.append(np.array(found))
+    assert np.array_equal(*logits)

@@ -12,6 +12,7 @@ from decoding import decoded, plain, prefill, rows_of, tokens_of
 
 from mlx_transmuter import generation
 from mlx_transmuter.decoder import Decoder, DecoderError
+from mlx_transmuter.generation import loop
 from mlx_transmuter.module import Module
 from mlx_transmuter.signature import Signature
 
@@ -50,6 +51,21 @@ def after(module: Module, tokens: list[int]) -> np.ndarray:
     return np.array(logits)[0]
 
 
+@pytest.mark.parametrize("form", ["rewritten", "plain"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_past_the_first_bucket_in_parts_and_token_by_token(name, form, loaded):
+    module = loaded(name).decoder if form == "rewritten" else plain(name)
+    prompt = np.random.default_rng(2).integers(3, 120, 100).tolist()
+    wanted = after(module, prompt)
+    parts = prefill(Decoder(module, 1).begin([100]), [prompt])[0]
+    run = Decoder(module, 1).begin([100], paged=True)
+    for token in prompt:
+        logits = run.step(np.array([[token]], np.int32), [1])
+        run.evaluate(logits)
+    for found in (parts, np.array(logits)[0]):
+        assert np.abs(found - wanted).max() <= 1e-4 * np.ptp(wanted)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_are_few(name, loaded):
     """A part of a prompt and a step of one token are compiled per bucket of columns, not per length."""
@@ -62,13 +78,14 @@ def test_steps_are_few(name, loaded):
     assert decoder.compilations - before <= 3  # one of a token, two that write what a graph as it is gives
 
 
+@pytest.mark.parametrize("block", [1, 3])
 @pytest.mark.parametrize("form", ["rewritten", "plain"])
 @pytest.mark.parametrize("name", NAMES)
-def test_forked_rows_continue_with_their_parents_states(name, form, loaded):
+def test_forked_rows_continue_with_their_parents_states(name, form, block, loaded):
     module = loaded(name).decoder if form == "rewritten" else plain(name)
     prompts, draw = [row["prompt"] for row in rows_of(name)], np.random.default_rng(1)
     texts = [prompts[1], prompts[1][::-1], []]
-    run = Decoder(module, 3).begin([40] * 3, paged=True)
+    run = Decoder(module, 3).begin([40] * 3, paged=True, block=block)
     prefill(run, texts)
     for parents in ([0, 1, 1], [2, 0, 0], [1, 1, 2], [0, 1, 2]):
         run.fork(parents)
@@ -110,6 +127,15 @@ def test_padding_that_would_change_a_state_is_refused(name, loaded):
         run.step(np.zeros((2, 1), np.int32), [1, 1])
 
 
+def results(gen: generation.Compiled, prompts: list[list[int]]) -> list[generation.Result]:
+    steps = loop.run(gen, prompts, [0] * len(prompts))
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
 @pytest.mark.parametrize("name", ["lfm2", "gpt2_reread", "gpt2_merged"])
 def test_beams_are_those_of_transformers(name, loaded):
     """Alone, and of prompts of several lengths in one batch."""
@@ -119,8 +145,9 @@ def test_beams_are_those_of_transformers(name, loaded):
     )
     for some in ([0], [0, 1, 2]):
         gen = generation.compile(ctx, len(some))
-        texts = generation.generate(gen, [prompts[i] for i in some], [0] * len(some))
-        assert [[token.id for token in text] for text in texts] == [beams["rows"][i]["tokens"] for i in some]
+        for result, i in zip(results(gen, [prompts[i] for i in some]), some, strict=True):
+            assert [token.id for token in result.tokens] == beams["rows"][i]["tokens"]
+            assert result.score == pytest.approx(beams["rows"][i]["score"], abs=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from converters.match import Answer, Become, Graph, is_kind
-from converters.observe import Observation
 from mlx_transmuter.program import Node
 
 
@@ -17,7 +16,7 @@ def flat(graph: Graph) -> Iterator[Answer]:
 
     Where the first Reshape also joins the last axes of x, as those of heads and their size, that is what is left of it.
     """
-    seen = Observation.of(graph.program)
+    seen = graph.observation
     if seen is None:
         return
     for node in graph.nodes:

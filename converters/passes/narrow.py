@@ -20,7 +20,7 @@ def narrow(graph: Graph) -> Iterator[Answer]:
     So write converters to float16 that keep the types of inputs and outputs. A number of a half type is the same number
     in float32, so nothing is rounded less or more.
     """
-    seen = Observation.of(graph.program)
+    seen = graph.observation
     if seen is None:
         return
     answers: list[Become] = []

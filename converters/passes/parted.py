@@ -13,7 +13,7 @@ from mlx_transmuter.program import Node
 
 def parted(graph: Graph) -> Iterator[Answer]:
     """x[..., :a], x[..., a:b], x[..., b:] → Split(x). So Phi 3 takes queries, keys and values from their product."""
-    seen = Observation.of(graph.program)
+    seen = graph.observation
     if seen is None:
         return
     slices: dict[str, list[Node]] = {}

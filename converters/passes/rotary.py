@@ -32,7 +32,7 @@ def rotary(graph: Graph) -> Iterator[Answer]:
     """x · cos + [−x₂, x₁] · sin → mlx.rotary, where x₁ and x₂ are halves or neighbours, and cos and sin are alike for
     both. Su 2021.
     """
-    seen = Observation.of(graph.program)
+    seen = graph.observation
     if seen is None:
         return
     alike: dict[tuple[str, bool], bool] = {}

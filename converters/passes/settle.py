@@ -12,18 +12,22 @@ from converters.match import Answer, Become, Graph, is_kind
 from converters.observe import TRIALS, Observation
 from mlx_transmuter.program import MAX_CONSTANT_ELEMENTS, Node
 
+# What sizes go through before they are used.
+_SIZES = (
+    "Gather", "Slice", "Squeeze", "Unsqueeze", "Reshape", "Cast", "Identity", "Add", "Sub", "Mul", "Neg", "Min", "Max",
+)  # fmt: skip
 # Operators that give their first input's elements in its order: with the same shape they give the input itself.
 _SAME_ELEMENTS = ("Reshape", "Expand", "Slice", "Unsqueeze", "Squeeze", "Flatten", "Identity", "Tile", "Dropout", "Pad")
 
 
 def settle(graph: Graph) -> Iterator[Answer]:
-    """Host values that are the same in steps of every size → constants; the number of rows, or of tokens, whatever it
-    was taken from → that of the tokens; nodes that change nothing → their input; the shape of a Reshape that only keeps
-    sizes → a constant with 0 (as it was) and -1 (the rest)."""
-    seen = Observation.of(graph.program)
+    """Host values that are the same in steps of every size → constants; nodes that change nothing → their input; the
+    shape of a Reshape that only keeps sizes → a constant with 0 (as it was) and -1 (the rest); the numbers of rows and
+    tokens, where they are read off the past or the mask → read off the tokens."""
+    seen = graph.observation
     if seen is None:
         return
-    given: set[str] = set()
+    sized = _sized(graph, seen)
     for node in graph.nodes:
         values = {name: seen.constant(name) for name in node.outputs if name}
         known = {
@@ -31,10 +35,8 @@ def settle(graph: Graph) -> Iterator[Answer]:
         }
         if known and len(known) == len(values):
             yield Become(node, (), constants=known)
-        elif (size := _size(seen, node)) is not None:
-            name, nodes = size
-            yield Become(node, tuple(n for n in nodes if n.outputs[0] not in given), aliases={node.outputs[0]: name})
-            given.update(n.outputs[0] for n in nodes)
+        elif node.outputs[0] in sized:
+            yield _of_tokens(seen.signature.tokens, node, sized[node.outputs[0]])
         elif (source := _unchanged(graph, seen, node)) is not None:
             yield Become(node, (), aliases={node.outputs[0]: source})
         elif is_kind(node, "Reshape") and graph.constant(node.inputs[1]) is None:
@@ -49,26 +51,36 @@ def settle(graph: Graph) -> Iterator[Answer]:
                 )
 
 
-def _size(seen: Observation, node: Node) -> tuple[str, list[Node]] | None:
-    """Where the node gives the number of rows or of tokens: the name of that size, and the nodes that read it off the
-    tokens.
-    """
-    values = [one.get(node.outputs[0]) for one in seen.seen]
-    if len(node.outputs) != 1 or not all(
-        isinstance(value, np.ndarray) and value.dtype == np.int64 and value.size == 1 and value.ndim < 2
-        for value in values
-    ):
-        return None
-    sizes = [int(value.item()) for value in values]  # type: ignore[union-attr]
-    axis = next((i for i in (0, 1) if sizes == [(rows, seq)[i] for rows, _, seq in TRIALS]), None)
-    tokens = seen.signature.tokens
-    if axis is None:
-        return None
-    whole, name = f"{tokens}.shape.{axis}", f"{tokens}.size.{axis}"
-    nodes = [Node("Shape-1", (tokens,), (whole,), {"start": axis, "end": axis + 1})]
-    if values[0].ndim:  # type: ignore[union-attr]
-        return whole, nodes
-    return name, [*nodes, Node("Squeeze-13", (whole,), (name,))]
+def _sized(graph: Graph, seen: Observation) -> dict[str, tuple[int, int]]:
+    """The values on the host that come from the sizes of past, present or mask and are the number of rows or of tokens:
+    the axis of the tokens that has it, and the value's rank."""
+    signature, found = seen.signature, {}
+    reached = {name for entry in signature.entries for name in (entry.past, entry.present)} | {signature.mask}
+    for node in graph.nodes:
+        if not (is_kind(node, "Shape") or any(is_kind(node, kind) for kind in _SIZES)):
+            continue
+        if len(node.outputs) != 1 or not any(name in reached for name in node.inputs):
+            continue
+        name = node.outputs[0]
+        values = [one.get(name) for one in seen.seen]
+        if not all(isinstance(value, np.ndarray) and value.dtype.kind == "i" for value in values):
+            continue
+        reached.add(name)
+        for axis, at in ((0, 0), (1, 2)):
+            wanted = [trial[at] for trial in TRIALS]
+            if all(v.size == 1 and v.ndim <= 1 and v.item() == w for v, w in zip(values, wanted, strict=True)):  # type: ignore[union-attr]
+                found[name] = (axis, values[0].ndim)  # type: ignore[union-attr]
+    return found
+
+
+def _of_tokens(tokens: str, node: Node, size: tuple[int, int]) -> Become:
+    """The node as the size of that axis of the tokens, of that rank."""
+    (axis, rank), name = size, node.outputs[0]
+    if rank:
+        return Become(node, (Node("Shape-1", (tokens,), (name,), {"start": axis, "end": axis + 1}, node.name),))
+    sizes, at = Node("Shape-1", (tokens,), (f"{name}.sizes",)), f"{name}.axis"
+    picked = Node("Gather-1", (sizes.outputs[0], at), (name,), {"axis": 0}, node.name)
+    return Become(node, (sizes, picked), constants={at: np.array(axis, np.int64)})
 
 
 def _unchanged(graph: Graph, seen: Observation, node: Node) -> str | None:

@@ -29,11 +29,10 @@ def stored(graph: Graph) -> Iterator[Answer]:
         tensor = _changed(graph, node, source) if source is not None else None
         if tensor is None:
             continue
-        if graph.only_consumer(name) is not node:  # others read it as it was
-            weight = f"{weight}_{node.op.partition('-')[0].lower()}"
-            while weight in taken:
-                weight += "_2"
-            taken.add(weight)
+        weight = f"{weight}_{node.op.partition('-')[0].lower()}"
+        while weight in taken:
+            weight += "_2"
+        taken.add(weight)
         weights[node.outputs[0]] = weight, tensor
         yield Become(node, (), aliases={node.outputs[0]: weight}, arrays={weight: tensor})
 

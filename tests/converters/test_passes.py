@@ -22,18 +22,14 @@ from converters.passes.group_query import group_query
 from converters.passes.heads import heads
 from converters.passes.joined import joined
 from converters.passes.linear import linear
-from converters.passes.narrow import narrow
 from converters.passes.norms import norms
-from converters.passes.parted import parted
 from converters.passes.positions import positions
 from converters.passes.quantized import quantized
-from converters.passes.rotary import rotary
-from converters.passes.same import same
 from converters.passes.settle import settle
 from converters.passes.together import together
 from converters.passes.unpacked import unpacked
 from converters.read import read
-from mlx_transmuter.program import Node, Program
+from mlx_transmuter.program import Node, Program, Value
 from mlx_transmuter.signature import INDEX, outputs
 
 # Fixtures have two layers, gemma3_text three. A layer of a llama has 7 products, 2 norms, 2 rotations, 1 gate, 1
@@ -68,6 +64,8 @@ WANTED = {
     # Queries and keys of 12 and values of 6, by products of low rank: 8 products and 4 norms a layer.
     "deepseek_v3": {"gates": 2, "embedding": 1, "linear": 17, "norms": 9, "rotary": 4, "attention": 6, "last": 1},
     "gpt_oss": {"positions": 2, "embedding": 1, "linear": 11, "norms": 5, "gates": 2, "attention": 6, "last": 1},
+    # Four experts in the second layer: each has two indices, a gather, a scatter, and three products.
+    "qwen3_moe": {"experts": 16, "linear": 25, "norms": 9, "rotary": 4, "gates": 5, "attention": 6, "last": 1},
     "gpt2_ort": {"unpacked": 2, "linear": 9, "attention": 4, "last": 1},
     "lfm2": {"embedding": 1, "linear": 18, "norms": 9, "rotary": 2, "gates": 3, "attention": 3, "last": 1},
     "llama_genai": {"embedding": 1, "linear": 11, "group_query": 2, "last": 1},
@@ -79,6 +77,8 @@ WANTED = {
     "qwen2_genai_tied8": {"embedding": 0, "linear": 0, "quantized": 12, "gates": 2, "group_query": 2, "last": 1},
     "mistral_genai": {"embedding": 1, "linear": 11, "group_query": 2, "last": 1},
 }
+# Mixtures of experts whose routers have a softmax of their own.
+ROUTED = ("gpt_oss", "qwen3_moe")
 
 
 def graph(name: str) -> Program:
@@ -108,7 +108,7 @@ def test_every_fixture_runs_over_pools_and_nothing_of_past_or_mask_is_left(name,
     assert program.input("attention_mask") is None
     kinds = {node.op for node in program.nodes}
     gone = {"Softmax-13", "com.microsoft.GroupQueryAttention-1", "ScatterND-11", "Trilu-14", "IsNaN-9"}
-    assert not kinds & (gone - {"Softmax-13"} if name == "gpt_oss" else gone)  # whose routers have a softmax
+    assert not kinds & (gone - {"Softmax-13"} if name in ROUTED else gone)
     assert program.meta["proof"]["tried"]["pools"] <= program.meta["proof"]["limit"]
 
 
@@ -140,131 +140,6 @@ def test_a_norm_over_another_axis_declines():
     program = changed(program, "ReduceMean", inputs=(node.inputs[0], "other"))
     assert reasons(program, norms) == ["the mean is not of the last axis alone"]
     assert apply(program, norms)[1].held == 4
-
-
-def half_inside(program: Program, parts: int) -> Program:
-    """The program of a half type with its logits and the first `parts` parts of its cache in float32 outside."""
-    cast = set(sorted(value.name for value in program.inputs if value.name.startswith("past"))[:parts])
-    given = {name.replace("past_key_values", "present") for name in cast}
-    nodes = [Node("Cast-9", (name,), (f"{name}.half",), {"to": 10}) for name in cast]
-    for node in program.nodes:
-        inputs = tuple(
-            f"{name}.half" if name in cast else f"{name}.wide" if name in given else name for name in node.inputs
-        )
-        outputs_ = tuple(f"{name}.wide" if name in given else name for name in node.outputs)
-        nodes.append(replace(node, inputs=inputs, outputs=outputs_))
-    nodes += [Node("Cast-9", (f"{name}.wide",), (name,), {"to": 1}) for name in given]
-
-    def wide(values):
-        return tuple(replace(value, dtype="float32") if value.name in cast | given else value for value in values)
-
-    return replace(program, nodes=nodes, inputs=wide(program.inputs), outputs=wide(program.outputs))
-
-
-def test_a_cache_that_is_half_inside_is_kept_so():
-    program, record = apply(half_inside(before("llama_fp16", narrow), 4), narrow)
-    assert record.held == 8
-    for value in (*program.inputs, *program.outputs):
-        if value.name.startswith(("past", "present")):
-            assert value.dtype == "float16"
-    program.validate()
-
-
-def test_a_cache_of_which_a_part_alone_is_half_inside_declines():
-    program = half_inside(before("llama_fp16", narrow), 2)
-    assert reasons(program, narrow) == ["a part of the cache alone is cast; wanted all of it"]
-
-
-def test_a_cache_that_is_rounded_on_its_way_out_stays():
-    """Kept in float32 its keys would be less rounded than the graph's."""
-    program = half_inside(before("llama_fp16", narrow), 4)
-    nodes = [replace(n, attrs={"to": 10}) if n.outputs[0].startswith("present") else n for n in program.nodes]
-    assert apply(replace(program, nodes=nodes), narrow)[1].held == 0
-
-
-def test_what_is_written_twice_is_computed_once_but_for_chance_and_what_the_graph_gives():
-    program = before("llama", same)
-    table = next(iter(program.weights))
-    extra = [
-        Node("Abs-6", (table,), ("a",)), Node("Abs-6", (table,), ("b",)), Node("Neg-6", (table,), ("c",)),
-        Node("RandomNormalLike-1", (table,), ("d",)), Node("RandomNormalLike-1", (table,), ("e",)),
-        Node("Concat-4", ("a", "b"), ("f",), {"axis": 0}), Node("Concat-4", ("b", "b"), ("g",), {"axis": 0}),
-        Node("Concat-4", ("b", "b"), ("h",), {"axis": 1}),
-    ]  # fmt: skip
-    aliases = {}
-    for answer in same(Graph(replace(program, nodes=[*program.nodes, *extra]))):
-        aliases |= answer.aliases
-    assert {name: other for name, other in aliases.items() if name in "abcdefgh"} == {"b": "a", "g": "f"}
-
-
-def test_a_size_taken_from_the_cache_is_read_off_the_tokens_unless_it_is_the_cache_s_own():
-    """torch.onnx takes the number of rows from the last past, whose length is no size of a step's tokens."""
-    program = before("llama_dynamo", settle)
-
-    taken = [node for node in program.nodes if node.op == "Shape-1" and node.inputs[0].startswith("past")]
-    assert [node.attrs["start"] for node in taken] == [2, 0]
-    after = apply(program, settle)[0]
-    taken = [node for node in after.nodes if node.op == "Shape-1" and node.inputs[0].startswith("past")]
-    assert [node.attrs["start"] for node in taken] == [2]
-
-
-def test_a_rotation_by_tables_whose_halves_differ_stays():
-    program = before("llama", rotary)
-    assert apply(program, rotary)[1].held == 4
-    at = next(i for i, node in enumerate(program.nodes) if node.op.startswith("Cos"))
-    cos = program.nodes[at]
-    summed = [replace(cos, outputs=("plain",)), Node("CumSum-11", ("plain", "last"), cos.outputs)]
-    program.constants["last"] = np.array(-1)
-    program = replace(program, nodes=[*program.nodes[:at], *summed, *program.nodes[at + 1 :]])
-    assert apply(program, rotary)[1].held == 0
-
-
-def test_a_rotation_of_neighbours_by_tables_of_halves_stays():
-    """gptj's tables repeat each angle for two neighbours; turned about, the angles are alike no more."""
-    program = before("gptj", rotary)
-    assert apply(program, rotary)[1].held == 4
-    nodes = []
-    for node in program.nodes:
-        if node.op.startswith("Tile") and node.inputs[0].endswith(("Unsqueeze_12_output_0", "Unsqueeze_14_output_0")):
-            # [rows, seq, 1, angles, 1] tiled on the last axis; on the one before it come all angles, then all again
-            program.constants["turns"] = np.array([1, 1, 1, 2, 1])
-            node = replace(node, inputs=(node.inputs[0], "turns"))
-        nodes.append(node)
-    assert apply(replace(program, nodes=nodes), rotary)[1].held == 0
-
-
-PARTS = {
-    "a gap": ([0, 5], [4, 8], False), "an overlap": ([0, 3], [4, 8], False), "not all": ([0, 4], [4, 7], False),
-    "the same twice": ([0, 0], [8, 8], False), "one alone": ([0], [8], False),
-    "in order": ([0, 4], [4, 8], True), "out of order": ([4, 0], [2**63 - 1, -4], True), "three": ([0, 2, 5], [2, 5, 8], True),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize(("axis", "step"), [(-1, 1), (3, 1), (-1, 2), (1, 1)])
-def test_slices_are_a_split_where_they_are_parts_one_after_the_other(parts, axis, step):
-    begins, ends, wanted = PARTS[parts]
-    program = before("qwen2", parted)
-    k = next(node for node in program.nodes if node.op.startswith("Reshape") and "/self_attn/" in node.outputs[0])
-    program.constants.update({"axis": np.array([axis]), "step": np.array([step])})
-    extra, total = [], "plain"
-    for i, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-        program.constants |= {f"b{i}": np.array([begin]), f"e{i}": np.array([end])}
-        last = "logits" if i == len(begins) - 1 else f"total{i}"
-        extra += [
-            Node("Slice-10", (k.outputs[0], f"b{i}", f"e{i}", "axis", "step"), (f"part{i}",)),
-            Node("ReduceSum-13", (f"part{i}",), (f"sum{i}",), {"keepdims": 0}),
-            Node("Add-7", (total, f"sum{i}"), (last,)),
-        ]
-        total = last
-    given = [replace(node, outputs=("plain",)) if "logits" in node.outputs else node for node in program.nodes]
-    program = replace(program, nodes=[*given, *extra])
-    found = [answer for answer in parted(Graph(program)) if answer.nodes and answer.root.inputs[0] == k.outputs[0]]
-    assert bool(found) == (wanted and axis != 1 and step == 1)
-    for answer in found:
-        order = sorted(range(len(begins)), key=lambda i: begins[i])
-        assert answer.nodes[0].outputs == tuple(f"part{i}" for i in order)
-        assert sum(answer.constants[answer.nodes[0].inputs[1]]) == 8
 
 
 def test_a_mask_that_shows_later_columns_declines():
@@ -473,3 +348,75 @@ def test_a_rewrite_replaces_the_root_alone_and_what_nothing_reads_falls():
     assert record.held == 5
     assert len(after.nodes) == len(program.nodes) - 5 * 6  # seven nodes became one
     after.validate()
+
+
+def test_rewrites_see_of_a_changed_program_what_a_walk_of_all_of_it_shows():
+    """An observation is carried from program to program, and new nodes alone are walked; it must be as a fresh one."""
+    before, fresh = Graph(graph("gemma")), 0
+    for one in IN_GRAPH:
+        program = apply(before.program, one, before)[0]
+        after = Graph(program, before)
+        seen, wanted = after.observation, Graph(program).observation
+        for name in {name for node in program.nodes for name in node.outputs if name}:
+            assert seen.shapes(name) == wanted.shapes(name), (one, name)
+            assert np.array_equal(seen.constant(name), wanted.constant(name)), (one, name)
+            assert seen.dtype(name) == wanted.dtype(name), (one, name)
+        fresh += program is not before.program
+        before = after
+    assert fresh >= 5
+
+
+def test_numbers_of_rows_and_tokens_that_are_read_off_the_past_are_read_off_the_tokens():
+    """Newer exporters take the number of rows from any input that has it; over pools the past has none."""
+    program = before("llama", settle)
+    graph_ = Graph(program)
+    program.constants |= {"first": np.array(0), "second": np.array(1), "third": np.array(2)}
+    nodes, moved = [], 0
+    for node in program.nodes:
+        source = graph_.producer(node.inputs[0], "Shape") if node.op == "Gather-1" else None
+        axis = program.constants.get(node.inputs[1]) if source is not None else None
+        if source is None or axis is None or axis.size != 1 or source.inputs[0] not in ("position_ids", "input_ids"):
+            nodes.append(node)
+            continue
+        moved += 1
+        name = f"{node.outputs[0]}.past"
+        nodes.append(Node("Shape-1", ("past_key_values.1.value",), (name,)))
+        if axis.item() == 0:
+            nodes.append(Node("Gather-1", (name, "first"), node.outputs))
+            continue
+        nodes += [
+            Node("Shape-1", ("attention_mask",), (f"{name}.mask",)),
+            Node("Gather-1", (f"{name}.mask", "second"), (f"{name}.total",)),
+            Node("Gather-1", (name, "third"), (f"{name}.held",)),
+            Node("Sub-7", (f"{name}.total", f"{name}.held"), node.outputs),
+        ]
+    assert moved
+    order = (*IN_GRAPH, *OVER_POOLS)
+    after, records = rewrite(replace(program, nodes=nodes), order[order.index(settle) :])
+    assert after.input(INDEX) is not None, [record.declined for record in records]
+    assert {record.name: record.held for record in records}["attention"] == 6
+
+
+def test_positions_that_are_shaped_once_for_two_uses_are_shaped_twice():
+    """onnxruntime's optimiser lets the rotation and the mask share an Unsqueeze of the same positions."""
+    program = before("gemma", positions)
+    seen = Graph(program)
+    shared = next(
+        node
+        for node in program.nodes
+        if node.op.startswith("Unsqueeze") and any(n.op.startswith("Cast") for n in seen.consumers(node.outputs[0]))
+    )
+    program.constants["last"] = np.array([3])
+    later = [
+        Node("Unsqueeze-13", (shared.outputs[0], "last"), ("rows",)),
+        Node("GreaterOrEqual-12", ("rows", "rows"), ("compared",)),
+    ]
+    program = replace(program, nodes=[*program.nodes, *later])
+    assert reasons(program, positions) == []
+    program = replace(program, outputs=(*program.outputs, Value("compared", "bool", None)))
+    after, record = apply(program, positions)
+    assert record.held == 3  # a Shape, the Unsqueeze, and the Cast after it
+    reads = {node.outputs[0]: node.inputs for node in after.nodes}
+    assert reads["rows"][0] == shared.outputs[0]
+    assert reads[shared.outputs[0]][0] != "position_ids"
+    assert reads[f"{shared.outputs[0]}.positions"][0] == "position_ids"

@@ -1,0 +1,142 @@
+"""The rewrites of what exporters write besides: caches half inside, nodes twice, sizes, rotations, parts; near misses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_passes import before, reasons
+
+from converters.match import Graph, apply
+from converters.passes.narrow import narrow
+from converters.passes.parted import parted
+from converters.passes.rotary import rotary
+from converters.passes.same import same
+from converters.passes.settle import settle
+from mlx_transmuter.program import Node, Program
+
+
+def half_inside(program: Program, parts: int) -> Program:
+    """The program of a half type with its logits and the first `parts` parts of its cache in float32 outside."""
+    cast = set(sorted(value.name for value in program.inputs if value.name.startswith("past"))[:parts])
+    given = {name.replace("past_key_values", "present") for name in cast}
+    nodes = [Node("Cast-9", (name,), (f"{name}.half",), {"to": 10}) for name in cast]
+    for node in program.nodes:
+        inputs = tuple(
+            f"{name}.half" if name in cast else f"{name}.wide" if name in given else name for name in node.inputs
+        )
+        outputs_ = tuple(f"{name}.wide" if name in given else name for name in node.outputs)
+        nodes.append(replace(node, inputs=inputs, outputs=outputs_))
+    nodes += [Node("Cast-9", (f"{name}.wide",), (name,), {"to": 1}) for name in given]
+
+    def wide(values):
+        return tuple(replace(value, dtype="float32") if value.name in cast | given else value for value in values)
+
+    return replace(program, nodes=nodes, inputs=wide(program.inputs), outputs=wide(program.outputs))
+
+
+def test_a_cache_that_is_half_inside_is_kept_so():
+    program, record = apply(half_inside(before("llama_fp16", narrow), 4), narrow)
+    assert record.held == 8
+    for value in (*program.inputs, *program.outputs):
+        if value.name.startswith(("past", "present")):
+            assert value.dtype == "float16"
+    program.validate()
+
+
+def test_a_cache_of_which_a_part_alone_is_half_inside_declines():
+    program = half_inside(before("llama_fp16", narrow), 2)
+    assert reasons(program, narrow) == ["a part of the cache alone is cast; wanted all of it"]
+
+
+def test_a_cache_that_is_rounded_on_its_way_out_stays():
+    """Kept in float32 its keys would be less rounded than the graph's."""
+    program = half_inside(before("llama_fp16", narrow), 4)
+    nodes = [replace(n, attrs={"to": 10}) if n.outputs[0].startswith("present") else n for n in program.nodes]
+    assert apply(replace(program, nodes=nodes), narrow)[1].held == 0
+
+
+def test_what_is_written_twice_is_computed_once_but_for_chance_and_what_the_graph_gives():
+    program = before("llama", same)
+    table = next(iter(program.weights))
+    extra = [
+        Node("Abs-6", (table,), ("a",)), Node("Abs-6", (table,), ("b",)), Node("Neg-6", (table,), ("c",)),
+        Node("RandomNormalLike-1", (table,), ("d",)), Node("RandomNormalLike-1", (table,), ("e",)),
+        Node("Concat-4", ("a", "b"), ("f",), {"axis": 0}), Node("Concat-4", ("b", "b"), ("g",), {"axis": 0}),
+        Node("Concat-4", ("b", "b"), ("h",), {"axis": 1}),
+    ]  # fmt: skip
+    aliases = {}
+    for answer in same(Graph(replace(program, nodes=[*program.nodes, *extra]))):
+        aliases |= answer.aliases
+    assert {name: other for name, other in aliases.items() if name in "abcdefgh"} == {"b": "a", "g": "f"}
+
+
+def test_a_size_taken_from_the_cache_is_read_off_the_tokens_unless_it_is_the_cache_s_own():
+    """torch.onnx takes the number of rows from the last past, whose length is no size of a step's tokens."""
+    program = before("llama_dynamo", settle)
+
+    taken = [node for node in program.nodes if node.op == "Shape-1" and node.inputs[0].startswith("past")]
+    assert [node.attrs["start"] for node in taken] == [2, 0]
+    after = apply(program, settle)[0]
+    taken = [node for node in after.nodes if node.op == "Shape-1" and node.inputs[0].startswith("past")]
+    assert [node.attrs["start"] for node in taken] == [2]
+
+
+def test_a_rotation_by_tables_whose_halves_differ_stays():
+    program = before("llama", rotary)
+    assert apply(program, rotary)[1].held == 4
+    at = next(i for i, node in enumerate(program.nodes) if node.op.startswith("Cos"))
+    cos = program.nodes[at]
+    summed = [replace(cos, outputs=("plain",)), Node("CumSum-11", ("plain", "last"), cos.outputs)]
+    program.constants["last"] = np.array(-1)
+    program = replace(program, nodes=[*program.nodes[:at], *summed, *program.nodes[at + 1 :]])
+    assert apply(program, rotary)[1].held == 0
+
+
+def test_a_rotation_of_neighbours_by_tables_of_halves_stays():
+    """gptj's tables repeat each angle for two neighbours; turned about, the angles are alike no more."""
+    program = before("gptj", rotary)
+    assert apply(program, rotary)[1].held == 4
+    nodes = []
+    for node in program.nodes:
+        if node.op.startswith("Tile") and node.inputs[0].endswith(("Unsqueeze_12_output_0", "Unsqueeze_14_output_0")):
+            # [rows, seq, 1, angles, 1] tiled on the last axis; on the one before it come all angles, then all again
+            program.constants["turns"] = np.array([1, 1, 1, 2, 1])
+            node = replace(node, inputs=(node.inputs[0], "turns"))
+        nodes.append(node)
+    assert apply(replace(program, nodes=nodes), rotary)[1].held == 0
+
+
+PARTS = {
+    "a gap": ([0, 5], [4, 8], False), "an overlap": ([0, 3], [4, 8], False), "not all": ([0, 4], [4, 7], False),
+    "the same twice": ([0, 0], [8, 8], False), "one alone": ([0], [8], False),
+    "in order": ([0, 4], [4, 8], True), "out of order": ([4, 0], [2**63 - 1, -4], True), "three": ([0, 2, 5], [2, 5, 8], True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize(("axis", "step"), [(-1, 1), (3, 1), (-1, 2), (1, 1)])
+def test_slices_are_a_split_where_they_are_parts_one_after_the_other(parts, axis, step):
+    begins, ends, wanted = PARTS[parts]
+    program = before("qwen2", parted)
+    k = next(node for node in program.nodes if node.op.startswith("Reshape") and "/self_attn/" in node.outputs[0])
+    program.constants.update({"axis": np.array([axis]), "step": np.array([step])})
+    extra, total = [], "plain"
+    for i, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        program.constants |= {f"b{i}": np.array([begin]), f"e{i}": np.array([end])}
+        last = "logits" if i == len(begins) - 1 else f"total{i}"
+        extra += [
+            Node("Slice-10", (k.outputs[0], f"b{i}", f"e{i}", "axis", "step"), (f"part{i}",)),
+            Node("ReduceSum-13", (f"part{i}",), (f"sum{i}",), {"keepdims": 0}),
+            Node("Add-7", (total, f"sum{i}"), (last,)),
+        ]
+        total = last
+    given = [replace(node, outputs=("plain",)) if "logits" in node.outputs else node for node in program.nodes]
+    program = replace(program, nodes=[*given, *extra])
+    found = [answer for answer in parted(Graph(program)) if answer.nodes and answer.root.inputs[0] == k.outputs[0]]
+    assert bool(found) == (wanted and axis != 1 and step == 1)
+    for answer in found:
+        order = sorted(range(len(begins)), key=lambda i: begins[i])
+        assert answer.nodes[0].outputs == tuple(f"part{i}" for i in order)
+        assert sum(answer.constants[answer.nodes[0].inputs[1]]) == 8
