@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops, steps
-from mlx_transmuter.cache import Pools, Slots
+from mlx_transmuter.cache import Kind, Pools, Slots, Store
 from mlx_transmuter.module import Module
 from mlx_transmuter.signature import MODES, Mode, Signature, declared_mode
 from mlx_transmuter.steps import DecoderError, Graph
@@ -96,22 +96,42 @@ class Decoder:
             return min(bucket(length + seq), max(length + seq, self.max_positions or 2**31))
         return min(bucket(length), max(length, (self.max_positions or 2**31) - seq))
 
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What a slot holds in each pool."""
+        return tuple(Kind(e.heads, e.dim, ops.device_dtype(e.dtype)) for e in self.signature.entries)
+
     def begin(
-        self, total: Sequence[int], inputs: Mapping[str, mx.array] | None = None, *, paged: bool = False, block: int = 1
+        self,
+        total: Sequence[int],
+        inputs: Mapping[str, mx.array] | None = None,
+        *,
+        paged: bool = False,
+        block: int = 1,
+        store: Store | None = None,
+        prompts: Sequence[Sequence[int]] = (),
     ) -> Run:
-        """A run without tokens.
+        """A run without tokens, or with those that are in `store` already.
 
         total: the most tokens that each row will hold, 0 for a padding row. inputs: arrays of the graph's other inputs
         (an encoder's outputs), one row for each row. paged: slots are handed out in pages of `block`, so that rows can
-        fork; otherwise each row has one run of slots. Raises DecoderError for a wrong number of rows or an input that
-        lacks.
+        fork; otherwise each row has one run of slots. store: pools of the decoder's `kinds` that outlive the run, which
+        is then paged as they are: each row begins with the most first tokens of its prompt, of `prompts`, that they
+        hold, as `Run.lengths` says; never with all of them. Raises DecoderError for a wrong number of rows, an input
+        that lacks, or other pools; CacheError for more tokens than the store takes.
         """
         if len(total) != self.rows:
             raise DecoderError(f"{len(total)} rows", f"{self.rows}")
         given = dict(inputs or {})
         if given.keys() != set(self.signature.given):
             raise DecoderError(f"the inputs {sorted(given)}", f"the graph's {sorted(self.signature.given)}")
-        return Run(self, total, given, block if paged else None)
+        if store is None:
+            return Run(self, total, given, block if paged else None)
+        if given or store.kinds != self.kinds or len(prompts) != self.rows:
+            found = f"pools of {store.kinds}, the inputs {sorted(given)} and {len(prompts)} prompts"
+            expected = f"pools of {self.kinds}, no inputs but tokens and {self.rows} prompts"
+            raise DecoderError(found, expected, "give a store of this decoder's kinds, and a decoder of tokens alone")
+        return Run(self, total, given, store.block, store, prompts)
 
     def compiled(self, key: tuple[Any, ...], make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         """The compiled function of that key, made and counted at its first use."""
@@ -135,27 +155,49 @@ class Decoder:
 class Run:
     """One generation of a decoder's rows: it owns their pools and knows which slot holds which position of each row."""
 
-    def __init__(self, decoder: Decoder, total: Sequence[int], given: Mapping[str, mx.array], block: int | None):
-        self.decoder, self.given = decoder, given
+    def __init__(
+        self,
+        decoder: Decoder,
+        total: Sequence[int],
+        given: Mapping[str, mx.array],
+        block: int | None,
+        store: Store | None = None,
+        prompts: Sequence[Sequence[int]] = (),
+    ):
+        self.decoder, self.given, self.keeps = decoder, given, store is not None
         self.total = np.asarray(total, np.int32)
         self.lengths = np.zeros(decoder.rows, np.int32)
         self.paged = block is not None
         # Without pages each row is one block, so its slots are one run; its size is a bucket, so that runs share steps.
         self.block = block or stride(int(self.total.max()))
-        blocks = sum(-(-int(size) // self.block) for size in total) if self.paged else decoder.rows
-        self.slots = Slots(max(1, blocks) * self.block, self.block)
-        self._rows: list[int | None] = [self.slots.open()[0] if size else None for size in total]
-        entries = decoder.signature.entries
-        self.pools = Pools(
-            # The last row is spare: what padding would store goes there, and nothing reads it.
-            [mx.zeros((e.heads * self.slots.slots + 1, e.dim), ops.device_dtype(e.dtype)) for e in entries]
-        )
+        if store is None:
+            blocks = sum(-(-int(size) // self.block) for size in total) if self.paged else decoder.rows
+            self.store = Store(decoder.kinds, max(1, blocks) * self.block, self.block)
+            self._rows = [self.slots.open()[0] if size else None for size in total]
+        else:
+            self.store = store
+            self._rows, stored = store.open(prompts, total, alike=decoder.grows)
+            self.lengths = np.asarray(stored, np.int32)
         self._pending: tuple[list[mx.array], mx.array, mx.array] | None = None
         self._draft: list[int] | None = None
-        self.copies = 0
         # A step can be built while the one before it runs: Pools.evaluate waits for it, so no write meets its reads. On
         # the CPU backend the two share the cores and nothing is won.
         self.runs_ahead = decoder.signature.index and mx.default_device() == mx.gpu
+
+    @property
+    def slots(self) -> Slots:
+        """Who owns which slot."""
+        return self.store.slots
+
+    @property
+    def pools(self) -> Pools:
+        """The keys and values."""
+        return self.store.pools
+
+    @property
+    def copies(self) -> int:
+        """How many slots were copied, of pages that rows shared."""
+        return self.store.copies
 
     def step(self, tokens: Any, counts: Sequence[int], positions: Any = None) -> mx.array:
         """Lazy logits [rows, vocab] at the last real token of each row.
@@ -210,7 +252,7 @@ class Run:
             for row, count in zip(self._rows, new.tolist(), strict=True):
                 if count:
                     assert row is not None
-                    self._move(self.slots.append(row, count))
+                    self.store.append(row, count)
         self.lengths = self.lengths + new
 
     def draft(self, tokens: Any, sees: Any, depths: Any) -> mx.array:
@@ -289,10 +331,25 @@ class Run:
         pending = self._pending[0] if self._pending else []
         self.pools.evaluate(*arrays, *pending, wait=wait)
 
+    def keep(self, texts: Sequence[Sequence[int] | None]) -> None:
+        """Lets later runs of the store find what the rows hold, once the steps so far are evaluated.
+
+        texts: the tokens of each row, from its first; those that no step took yet are left out. None keeps nothing.
+        """
+        self._write_pending()
+        self.evaluate()
+        for row, text, length in zip(self._rows, texts, self.lengths.tolist(), strict=True):
+            if row is not None and text is not None:
+                self.slots.keep(row, text[:length])
+
     def close(self) -> None:
-        """Gives the pools' memory back; the run is over."""
+        """The run is over. Gives the pools' memory back, unless they outlive it."""
         self._pending = None
-        self.pools.drop()
+        if self.keeps:
+            self.store.leave([*self._rows, *(self._draft or ())])
+            self._rows = []
+        else:
+            self.pools.drop()
 
     def _forked(self, parent: int) -> int | None:
         row = self._rows[parent]
@@ -305,22 +362,6 @@ class Run:
         columns = np.arange(width, dtype=np.int32)
         held = (columns < self.lengths[:, None]) & (columns < self.block)
         return np.where(held, np.arange(len(held), dtype=np.int32)[:, None] * self.block + columns, -1).astype(np.int32)
-
-    def _move(self, copies: list[tuple[int, int]]) -> None:
-        """Copies the slots of a page that two rows shared and one of them now writes."""
-        if not copies:
-            return
-        self.copies += len(copies)
-        old, new = (np.array(side, np.int32) for side in zip(*copies, strict=True))
-        heads = {entry.heads for entry in self.decoder.signature.entries}
-        if len(heads) > 1:
-            raise DecoderError(
-                f"pools of {sorted(heads)} heads", "one number of heads where pages are copied", "use block=1"
-            )
-        # In a pool a page of each head follows the other (CacheIndex.heads).
-        head = np.arange(n := heads.pop(), dtype=np.int32)[:, None]
-        old, new = ((side // self.block * n + head) * self.block + side % self.block for side in (old, new))
-        self.pools.copy(old.ravel(), new.ravel())
 
     def _write_pending(self) -> None:
         """Writes the keys and values of the last step into the pools."""

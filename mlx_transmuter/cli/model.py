@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from mlx_transmuter import hub
-from mlx_transmuter.generation import GenerationError
+from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.model import Model
 from mlx_transmuter.tasks import text
 
 DEMO = Path(__file__).parent.parent / "demo"
+DEMO_PROMPT = "Tell me a story about a fox."
 
 
 def load(args: argparse.Namespace) -> Model:
@@ -27,9 +28,42 @@ def label(args: argparse.Namespace) -> str:
     return args.model or "the demo model"
 
 
-def task(model: Model, args: argparse.Namespace) -> text.TextGeneration:
+def task(model: Model, args: argparse.Namespace, cache: PromptCache | None = None) -> text.TextGeneration:
     """Text generation with the settings of the flags."""
-    return text.generation(model, chat_template_vars=args.chat_template_config, **settings(model, args))
+    return text.generation(
+        model, chat_template_vars=args.chat_template_config, prompt_cache=cache, **settings(model, args)
+    )
+
+
+def asked(args: argparse.Namespace) -> str:
+    """The text of --prompt and its like. Ends with a usage error where there is none."""
+    given = args.prompt if args.prompt is not None else args.prompt_file
+    if given is None and args.model is not None:
+        args.usage_error("no prompt: give --prompt TEXT, --prompt - or --prompt-file FILE")
+    if args.prompt == "-":
+        try:
+            return sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            args.usage_error(f"the prompt on stdin is no UTF-8: {error}")
+    return DEMO_PROMPT if given is None else given
+
+
+def rendered(model: Model, args: argparse.Namespace, prompt: str) -> str | list[dict[str, str]]:
+    """The prompt as the messages of a chat where the model has a template for them, else as it is."""
+    if model.tokenizer is None:
+        raise GenerationError(
+            label(args), "no tokenizer.json", "one beside the model", "use the Python API, which takes ids"
+        )
+    if model.tokenizer.has_chat_template and not args.ignore_chat_template:
+        return [*messages(args), {"role": "user", "content": prompt}]
+    if args.system_prompt:
+        note("--system-prompt has no effect without a chat template")
+    return prompt
+
+
+def prompt_cache(model: Model, args: argparse.Namespace) -> PromptCache | None:
+    """The cache of --prompt-cache-file; None without the flag."""
+    return None if args.prompt_cache_file is None else PromptCache.load(args.prompt_cache_file, model)
 
 
 def settings(model: Model, args: argparse.Namespace) -> dict[str, Any]:

@@ -32,16 +32,24 @@ class Group:
         inputs = batch.inputs
         if self.width > 1:
             inputs = {name: mx.repeat(array, self.width, axis=0) for name, array in inputs.items()}
-        self.run = decoder.begin(total, inputs, paged=self.width > 1)
+        if batch.prompt_cache is None:
+            self.run = decoder.begin(total, inputs, paged=self.width > 1)
+        else:
+            prompts = [self._prompt(row) if total[row] and not row % self.width else [] for row in self.all]
+            self.run = decoder.begin(total, inputs, store=batch.prompt_cache.store, prompts=prompts)
+            self.lengths = self.run.lengths.tolist()
+        # What a prompt cache keeps of each row: its prompt, and where the loop says it what follows.
+        self.texts: dict[int, list[int]] = {row: self._prompt(row) for row in self.rows}
         self.host = HostView(batch.settings, batch.ctx.processors, decoder.vocab, batch.prompts, batch.sources)
 
     def prefill(self) -> mx.array | None:
         """The logits after the prompts, [rows, vocab]; None if the run was cancelled.
 
-        A prompt runs in the first of its rows alone, and the others then continue it. Of the logits only those of a
-        row's last token are kept, from the part in which it came.
+        A prompt runs in the first of its rows alone, without what a prompt cache has of it, and the others then
+        continue it. Of the logits only those of a row's last token are kept, from the part in which it came.
         """
-        prompts = {prompt * self.width: self.batch.prompts[prompt] for prompt in self.members}
+        first = [prompt * self.width for prompt in self.members]
+        prompts = {row: self._prompt(row)[self.lengths[row] :] for row in first}
         start, last = 0, None
         for part in prompt_parts(max(map(len, prompts.values())), self.batch.ctx.prefill_step_size):
             if self.batch.cancelled:
@@ -74,6 +82,11 @@ class Group:
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         return self.run.step(tokens, counts, places)
 
+    def keep(self) -> None:
+        """Leaves the rows' texts in the prompt cache, where there is one."""
+        if self.batch.prompt_cache is not None:
+            self.run.keep([self.texts.get(row) for row in self.all])
+
     def fork(self, parents: list[int]) -> None:
         """Row r continues row parents[r] from now on."""
         if parents != list(self.all):
@@ -88,3 +101,6 @@ class Group:
         # Where positions end first, max_length still is what was asked for.
         ends = [len(prompt) + batch.ctx.new_tokens(len(prompt)) if prompt else 0 for prompt in prompts]
         return self.selection.begin(prompts, sources, ends, keys)
+
+    def _prompt(self, row: int) -> list[int]:
+        return self.batch.prompts[row // self.width]
