@@ -14,9 +14,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops, steps
-from mlx_transmuter.cache import Kind, Pools, Slots, Store
+from mlx_transmuter.cache import Kind, Packing, Pools, Slots, Store
 from mlx_transmuter.module import Module
-from mlx_transmuter.signature import MODES, Mode, Signature, declared_mode
+from mlx_transmuter.signature import MODES, Entry, Mode, Signature, declared_mode
 from mlx_transmuter.steps import DecoderError, Graph
 
 # The context that a step attends over grows in powers of two from here.
@@ -43,10 +43,21 @@ class Decoder:
     """The compiled step functions of `module` for batches of `rows` rows.
 
     mode: the cache mode, by default the one that the conversion found. max_positions: the most tokens of a row, by
-    default what the model's configuration said. Raises SignatureError for a module that is no decoder.
+    default what the model's configuration said. kv_bits: 8 or 4, to keep keys and values in so many bits an element, in
+    groups of kv_group_size (see cache.Packing); None keeps them as they are. Raises SignatureError for a module that is
+    no decoder, CacheError for other bits or groups.
     """
 
-    def __init__(self, module: Module, rows: int, *, mode: Mode | None = None, max_positions: int | None = None):
+    def __init__(
+        self,
+        module: Module,
+        rows: int,
+        *,
+        mode: Mode | None = None,
+        max_positions: int | None = None,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+    ):
         if rows < 1:
             raise DecoderError(f"{rows} rows", "at least one row")
         self.module, self.rows = module, rows
@@ -55,7 +66,8 @@ class Decoder:
         said, most = program.meta.get("cache_mode"), program.meta.get("max_positions")
         self.mode: Mode = mode or (said if said in MODES else declared_mode(program, self.signature))
         self.max_positions: int | None = max_positions or (most if isinstance(most, int) and 0 < most < 2**31 else None)
-        self.graph = Graph(module, self.signature, self.max_positions)
+        self.kinds = tuple(_kind(entry, kv_bits, kv_group_size) for entry in self.signature.entries)
+        self.graph = Graph(module, self.signature, self.max_positions, self.kinds)
         self.vocab = self.signature.vocab
         self.compilations = 0
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -95,11 +107,6 @@ class Decoder:
         if self.mode == "in_place":
             return min(bucket(length + seq), max(length + seq, self.max_positions or 2**31))
         return min(bucket(length), max(length, (self.max_positions or 2**31) - seq))
-
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """What a slot holds in each pool."""
-        return tuple(Kind(e.heads, e.dim, ops.device_dtype(e.dtype)) for e in self.signature.entries)
 
     def begin(
         self,
@@ -149,7 +156,16 @@ class Decoder:
 
     def write_function(self, seq: int, context: int, block: int) -> Callable[..., Any]:
         """The function that writes the keys and values of `seq` tokens into the pools."""
-        return self.compiled(("write", seq, context, block), lambda: steps.write(self.signature.entries, block))
+        return self.compiled(("write", seq, context, block), lambda: steps.write(self.kinds, block))
+
+
+def _kind(entry: Entry, bits: int | None, group_size: int) -> Kind:
+    """What a slot holds of the entry."""
+    dtype = ops.device_dtype(entry.dtype)
+    if bits is None:
+        return Kind(entry.heads, entry.dim, dtype)
+    packing = Packing.of(bits, group_size, entry.dim, dtype)
+    return Kind(entry.heads, packing.width, mx.uint32, packing)
 
 
 class Run:

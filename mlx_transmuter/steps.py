@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops
-from mlx_transmuter.cache import CacheIndex
+from mlx_transmuter.cache import CacheIndex, Kind, PackedPool
 from mlx_transmuter.module import Module
 from mlx_transmuter.signature import ENDS, INDEX, LANES, Entry, Mode, Signature
 
@@ -29,11 +29,13 @@ class DecoderError(ValueError):
 
 @dataclass(frozen=True)
 class Graph:
-    """What a step runs: the module, its signature, and the most positions of a row (None: no limit)."""
+    """What a step runs: the module, its signature, the most positions of a row (None: no limit), and what a slot of
+    each pool holds."""
 
     module: Module
     signature: Signature
     max_positions: int | None
+    kinds: tuple[Kind, ...]
 
 
 def pooled(graph: Graph, seq: int, context: int, block: int, paged: bool) -> Callable[..., Any]:
@@ -81,9 +83,13 @@ def _over_pools(graph, pools, tokens, index, block, ends, place, given):
         feed[signature.keep] = np.zeros([1] * rank, np.int64)
     if signature.ends:
         feed[ENDS] = ends
-    feed |= {entry.past: pool for entry, pool in zip(signature.entries, pools, strict=True)}
+    feed |= {
+        entry.past: PackedPool(pool, kind.packing) if kind.packing else pool
+        for entry, kind, pool in zip(signature.entries, graph.kinds, pools, strict=True)
+    }
     given_back = module(**feed)
-    return _logits(graph, given_back), [given_back[entry.present] for entry in signature.entries]
+    after = [given_back[entry.present] for entry in signature.entries]
+    return _logits(graph, given_back), [pool.rows if isinstance(pool, PackedPool) else pool for pool in after]
 
 
 def _positions(graph: Graph, place: mx.array, rows: int, seq: int) -> mx.array:
@@ -121,7 +127,8 @@ def unrewritten(graph: Graph, mode: Mode, seq: int, context: int, block: int) ->
 
     def run(pools, tokens, lengths, counts, table, given, positions):
         rows = tokens.shape[0]
-        past, mask, fresh = cache(pools, lengths, counts, table, seq, context, signature.entries, block)
+        entries = list(zip(signature.entries, graph.kinds, strict=True))
+        past, mask, fresh = cache(pools, lengths, counts, table, seq, context, entries, block)
         feed: dict[str, Any] = dict(given)
         feed[signature.tokens] = tokens
         if signature.mask:
@@ -153,7 +160,9 @@ def _append(pools, lengths, counts, table, seq, context, entries, block):
     """
     columns = lengths[:, None] - context + mx.arange(context, dtype=mx.int32)
     index = CacheIndex.make(lengths[:, None] - 1, table).select(columns[:, None])
-    past = [_read(index, pool, entry, block, squeeze=True) for pool, entry in zip(pools, entries, strict=True)]
+    past = [
+        _read(index, pool, entry, kind, block, squeeze=True) for pool, (entry, kind) in zip(pools, entries, strict=True)
+    ]
     real = mx.arange(seq, dtype=mx.int32) < counts[:, None]
     return past, mx.concatenate([columns >= 0, real], axis=1), lambda present, entry: present[:, context:]
 
@@ -161,7 +170,7 @@ def _append(pools, lengths, counts, table, seq, context, entries, block):
 def _in_place(pools, lengths, counts, table, seq, context, entries, block):
     """The past as a buffer into which the graph writes after as many rows as the mask counts, padding included."""
     index = CacheIndex.make(lengths[:, None] - 1, table)
-    past = [_read(index, pool, entry, block) for pool, entry in zip(pools, entries, strict=True)]
+    past = [_read(index, pool, entry, kind, block) for pool, (entry, kind) in zip(pools, entries, strict=True)]
     mask = mx.arange(context, dtype=mx.int32) < lengths[:, None] + seq
 
     def fresh(present, entry):
@@ -177,15 +186,16 @@ def _grow(pools, lengths, counts, table, seq, context, entries, block):
     rows = table.shape[0]
     if context:
         index = CacheIndex.make(lengths[:, None] - 1, table)
-        past = [_read(index, pool, entry, block) for pool, entry in zip(pools, entries, strict=True)]
+        past = [_read(index, pool, entry, kind, block) for pool, (entry, kind) in zip(pools, entries, strict=True)]
     else:
-        past = [mx.zeros(entry.sizes(rows, 0), pool.dtype) for pool, entry in zip(pools, entries, strict=True)]
+        past = [mx.zeros(entry.sizes(rows, 0), ops.device_dtype(entry.dtype)) for entry, _ in entries]
     return past, mx.ones((rows, context + seq), mx.bool_), lambda present, entry: present[:, context:]
 
 
-def _read(index: CacheIndex, pool: mx.array, entry: Entry, block: int, squeeze: bool = False) -> mx.array:
+def _read(index: CacheIndex, pool: mx.array, entry: Entry, kind: Kind, block: int, squeeze: bool = False) -> mx.array:
     """What the index reads of the pool, in the shape of the graph's past."""
     seen = index.heads(entry.heads, block).read(pool)
+    seen = kind.packing.unpack(seen) if kind.packing else seen
     seen = seen[:, 0] if squeeze else seen
     rows, length = seen.shape[0] // entry.heads, seen.shape[1]
     order = entry.order
@@ -193,12 +203,16 @@ def _read(index: CacheIndex, pool: mx.array, entry: Entry, block: int, squeeze: 
     return seen.reshape([sizes[axis] for axis in order]).transpose([order.index(axis) for axis in range(len(order))])
 
 
-def write(entries: Sequence[Entry], block: int) -> Callable[..., Any]:
+def write(kinds: Sequence[Kind], block: int) -> Callable[..., Any]:
+    """The function that writes the news of a step: (pools, news, places, table) → pools'."""
+
     def run(pools, news, places, table):
         index = CacheIndex.make(places, table)
         return [
-            index.heads(entry.heads, block).spare(pool.shape[0] - 1).store(new.astype(pool.dtype), pool)
-            for pool, new, entry in zip(pools, news, entries, strict=True)
+            index.heads(kind.heads, block)
+            .spare(pool.shape[0] - 1)
+            .store(kind.packing.pack(new) if kind.packing else new.astype(pool.dtype), pool)
+            for pool, new, kind in zip(pools, news, kinds, strict=True)
         ]
 
     return run

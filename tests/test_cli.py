@@ -1,7 +1,9 @@
 """The command line: what it prints, the exit codes, and that nothing is left half done."""
 
 import io
+import itertools
 import json
+import operator
 import os
 import re
 import shutil
@@ -146,7 +148,8 @@ def test_without_a_model_the_demo_answers_its_prompt(run, monkeypatch):
         ("generate --chat-template-config {", "no JSON"),
         ("generate --chat-template-config []", "no JSON object"),
         ("generate --max-tok 5", "unrecognized arguments"),
-        ("generate --kv-bits 4", "unrecognized arguments"),
+        ("generate --kv-bits 3", "invalid choice"),
+        ("generate --kv-bits 8 --kv-group-size 16", "invalid choice"),
         ("generate --draft-model x", "unrecognized arguments"),
         ("convert", "--hf-path"),
         ("convert --model x -q", "unrecognized arguments"),
@@ -366,7 +369,7 @@ def test_a_turn_of_a_chat_computes_its_own_text_alone(run, folder, monkeypatch, 
     )
     assert run("chat", "--model", folder, "-m", 3)[0] == 0
     first, second = prompts
-    known = len(os.path.commonprefix([first, second]))
+    known = sum(itertools.accumulate(map(operator.eq, first, second), operator.and_))
     assert known > 10
     # A turn makes 3 tokens, the first of which comes of the prompt. The second one may also know the first's answer.
     assert sum(computed) <= len(first) + len(second) - known + 2 * 2
@@ -392,6 +395,22 @@ def test_a_prompt_cache_file_is_made_once_and_used(run, folder, tmp_path, comput
     computed.clear()
     assert run("chat", "--model", folder, "-m", 3, *system, "--prompt-cache-file", file)[:2] == (0, plain[1])
     assert sum(computed) < whole / 2
+
+
+def test_keys_and_values_in_few_bits(run, folder, tmp_path, monkeypatch):
+    file = tmp_path / "cache"
+    quiet = ["generate", "--model", folder, "-m", 4, "--verbose", "False", "-p", "Hi"]
+    packed = ["--kv-bits", 8, "--kv-group-size", 32]
+    wanted = answer(folder, [{"role": "user", "content": "Hi"}], max_new_tokens=4, kv_bits=8, kv_group_size=32) + "\n"
+    assert run(*quiet, *packed) == (0, wanted, "")
+    assert run("cache-prompt", "--model", folder, "-p", "Hi", "--prompt-cache-file", file, *packed)[0] == 0
+    assert run(*quiet, "--prompt-cache-file", file) == (0, wanted, "")  # the file says the bits
+    code, _, err = run(*quiet, "--prompt-cache-file", file, "--kv-bits", 4)
+    assert code == 1
+    assert "kv_bits" in err
+    lines = iter(["Hi", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    assert run("chat", "--model", folder, "-m", 4, *packed)[:2] == (0, wanted)
 
 
 def test_a_prompt_cache_file_of_another_model_or_none_is_one_line(run, folder, converted, tmp_path):

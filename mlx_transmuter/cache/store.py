@@ -9,17 +9,19 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter.cache.error import CacheError
+from mlx_transmuter.cache.packing import Packing
 from mlx_transmuter.cache.pool import Pools
 from mlx_transmuter.cache.slots import Slots
 from mlx_transmuter.cache.storage import store_rows
 
 
 class Kind(NamedTuple):
-    """What a slot holds in one pool: `heads` rows of `width` elements of a dtype."""
+    """What a slot holds in one pool: `heads` rows of `width` elements of a dtype; packed vectors, where so."""
 
     heads: int
     width: int
     dtype: mx.Dtype
+    packing: Packing | None = None
 
     @property
     def nbytes(self) -> int:

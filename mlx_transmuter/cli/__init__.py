@@ -103,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     _model_arguments(cached)
     _prompt_arguments(cached)
     _chat_arguments(cached)
+    _cache_arguments(cached)
     cached.add_argument("--prompt-cache-file", required=True, metavar="FILE", help="the safetensors file to write")
 
     convert = command("convert", "convert an ONNX decoder into a folder that loads without onnx")
@@ -147,6 +148,15 @@ def _prompt_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-chat-template", action="store_true", help="give the prompt to the model as it is")
 
 
+def _cache_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--kv-bits", type=int, choices=(4, 8), metavar="4|8", help="keep keys and values in so many bits an element")
+    add(
+        "--kv-group-size", type=int, choices=(32, 64, 128), default=64, metavar="32|64|128",
+        help="elements that share a scale there (default: 64)",
+    )  # fmt: skip
+
+
 def _chat_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--system-prompt", metavar="TEXT", help="a system message before the prompt")
@@ -157,6 +167,7 @@ def _generation_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _chat_arguments(parser)
     add("--prompt-cache-file", metavar="FILE", help="what cache-prompt computed; the prompt begins with its tokens")
+    _cache_arguments(parser)
     add(
         "--max-tokens",
         "-m",

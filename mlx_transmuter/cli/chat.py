@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import sys
 
-from mlx_transmuter.cli.model import label, load, messages, note, prompt_cache, task
+from mlx_transmuter.cli.model import label, load, messages, note, packing, prompt_cache, task
 from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.tokenizer import TokenizerError
 
@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     cache = prompt_cache(model, args)
     if cache is None:
         with contextlib.suppress(GenerationError):  # a model without one computes each turn from its beginning
-            cache = PromptCache(model)
+            cache = PromptCache(model, **packing(args))
     generation = task(model, args, cache)
     note("/reset begins anew, Ctrl-C stops an answer, /exit or Ctrl-D leaves")
     said = messages(args)

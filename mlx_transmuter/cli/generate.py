@@ -11,7 +11,8 @@ def run(args: argparse.Namespace) -> int:
     prompt = asked(args)
     model = load(args)
     said = rendered(model, args, prompt)
-    generation = task(model, args, prompt_cache(model, args))
+    cache = prompt_cache(model, args)
+    generation = task(model, args, cache)
     pieces = generation.stream(said, seed=args.seed)
     if args.verbose:
         print("=" * 10)

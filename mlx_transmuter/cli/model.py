@@ -30,9 +30,8 @@ def label(args: argparse.Namespace) -> str:
 
 def task(model: Model, args: argparse.Namespace, cache: PromptCache | None = None) -> text.TextGeneration:
     """Text generation with the settings of the flags."""
-    return text.generation(
-        model, chat_template_vars=args.chat_template_config, prompt_cache=cache, **settings(model, args)
-    )
+    given = settings(model, args)
+    return text.generation(model, chat_template_vars=args.chat_template_config, prompt_cache=cache, **given)
 
 
 def asked(args: argparse.Namespace) -> str:
@@ -62,8 +61,19 @@ def rendered(model: Model, args: argparse.Namespace, prompt: str) -> str | list[
 
 
 def prompt_cache(model: Model, args: argparse.Namespace) -> PromptCache | None:
-    """The cache of --prompt-cache-file; None without the flag."""
-    return None if args.prompt_cache_file is None else PromptCache.load(args.prompt_cache_file, model)
+    """The cache of --prompt-cache-file, whose bits then go for --kv-bits where that isn't given; None without the
+    flag."""
+    if args.prompt_cache_file is None:
+        return None
+    cache = PromptCache.load(args.prompt_cache_file, model)
+    if args.kv_bits is None:
+        args.kv_bits, args.kv_group_size = cache.kv_bits, cache.kv_group_size
+    return cache
+
+
+def packing(args: argparse.Namespace) -> dict[str, Any]:
+    """What --kv-bits and --kv-group-size ask for."""
+    return {"kv_bits": args.kv_bits, "kv_group_size": args.kv_group_size}
 
 
 def settings(model: Model, args: argparse.Namespace) -> dict[str, Any]:
@@ -80,6 +90,8 @@ def settings(model: Model, args: argparse.Namespace) -> dict[str, Any]:
         given["do_sample"] = True
     if args.max_tokens is not None:
         given["max_new_tokens"] = args.max_tokens
+    if args.kv_bits is not None:
+        given |= packing(args)
     if args.extra_eos_token:
         extra = [_token_id(model, token) for token in args.extra_eos_token]
         given["eos_token_id"] = [*text.eos_token_ids(model), *extra]

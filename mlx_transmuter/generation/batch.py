@@ -96,6 +96,8 @@ class Batch:
         found = None
         if cache.module is not getattr(self.gen.decoder, "module", None):
             found = "one of another model"
+        elif cache.store.kinds != self.gen.decoder.kinds:
+            found = f"one with kv_bits={cache.kv_bits}, kv_group_size={cache.kv_group_size}, which this context hasn't"
         elif self.positions is not None:
             found = "one, and prompts with positions of their own"
         if found:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_transmuter.cache.packing import BITS, GROUP_SIZES
 from mlx_transmuter.decoder import Decoder
 from mlx_transmuter.generation.errors import GenerationError
 from mlx_transmuter.generation.processors import Custom
@@ -23,6 +24,8 @@ class Context:
     processors: tuple[Custom, ...]
     token_logprobs: bool
     prefill_step_size: int | None
+    kv_bits: int | None
+    kv_group_size: int
     generation_config: Mapping[str, Any]
     options: Mapping[str, Any]
 
@@ -64,6 +67,8 @@ def context(
     num_beams: int | None = None,
     max_new_tokens: int | None = None,
     prefill_step_size: int | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
     **options: Any,
 ) -> Context:
     """The context of generation for model: the settings of its generation_config.json and, before them, of options.
@@ -73,7 +78,8 @@ def context(
     `prompt`, `generated` (the last token first) and `vocab`, and returns an array of the same shape at each step;
     `process` takes the logits [vocab] of the row and that array and returns logits. num_beams, max_new_tokens and
     options are names of generation_config.json (`SETTINGS`). prefill_step_size: the most tokens of a prompt that one
-    step takes.
+    step takes. kv_bits: 8 or 4, to keep keys and values in so many bits an element, in groups of kv_group_size (32, 64
+    or 128), which changes the numbers (docs/caches.md says how much).
 
     Raises GenerationError for an unknown name, a value out of range, or a setting that is not supported.
     """
@@ -81,6 +87,9 @@ def context(
         raise GenerationError(
             "context", "a model of embeddings", "a decoder of token ids", "leave out embed and image_token"
         )
+    if kv_bits not in (None, *BITS) or kv_group_size not in GROUP_SIZES:
+        found = f"{kv_bits} bits in groups of {kv_group_size}"
+        raise GenerationError("kv_bits", found, f"{' or '.join(map(str, BITS))} bits in groups of 32, 64 or 128")
     if prefill_step_size is not None and prefill_step_size < 1:
         raise GenerationError("prefill_step_size", str(prefill_step_size), "at least 1")
     named = {"num_beams": num_beams, "max_new_tokens": max_new_tokens}
@@ -91,7 +100,16 @@ def context(
     except TypeError:
         raise GenerationError("processors", repr(processors)[:80], "pairs of functions (state, process)") from None
     return Context(
-        model, settings(config, options), tuple(given), pairs, token_logprobs, prefill_step_size, config, dict(options)
+        model,
+        settings(config, options),
+        tuple(given),
+        pairs,
+        token_logprobs,
+        prefill_step_size,
+        kv_bits,
+        kv_group_size,
+        config,
+        dict(options),
     )
 
 
@@ -105,6 +123,7 @@ def compile(ctx: Context, batch_size: int, *, decoder: Any = None) -> Compiled:
     if batch_size < 1:
         raise GenerationError("batch_size", str(batch_size), "at least 1")
     if decoder is None:
-        decoder = Decoder(ctx.model.decoder, batch_size * ctx.settings.width)
+        rows = batch_size * ctx.settings.width
+        decoder = Decoder(ctx.model.decoder, rows, kv_bits=ctx.kv_bits, kv_group_size=ctx.kv_group_size)
     selection = Selection(ctx.settings, decoder.vocab, ctx.processors, ctx.token_logprobs)
     return Compiled(ctx, batch_size, decoder, selection)

@@ -27,15 +27,25 @@ class PromptCache:
     model: a Model, or its decoder; the runs must be of the same one, alone or in batches of any size, one at a time.
     max_tokens and max_bytes: the most that the pools hold, of running rows and of kept tokens together; what was used
     least recently goes first, and None is no limit. block: tokens are kept in blocks of so many; of a beginning that
-    ends inside one, the rest is computed again.
+    ends inside one, the rest is computed again. kv_bits, kv_group_size: as the runs' contexts have them.
 
     Raises GenerationError for a decoder whose keys and values follow from more than its tokens (an encoder's outputs,
     embeddings), or a limit below one block.
     """
 
-    def __init__(self, model: Any, *, max_tokens: int | None = None, max_bytes: int | None = None, block: int = 1):
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_tokens: int | None = None,
+        max_bytes: int | None = None,
+        block: int = 1,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+    ):
         self.module = getattr(model, "decoder", model)
-        decoder = Decoder(self.module, 1)
+        self.kv_bits, self.kv_group_size = kv_bits, kv_group_size
+        decoder = Decoder(self.module, 1, kv_bits=kv_bits, kv_group_size=kv_group_size)
         others = [*decoder.signature.given, *(["inputs_embeds"] if decoder.signature.embeds else [])]
         if others or not decoder.kinds:
             found = f"a decoder with the inputs {', '.join(others)}" if others else "a decoder without a cache"
@@ -76,7 +86,7 @@ class PromptCache:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes what is kept to a safetensors file, whole or not at all (see prompt_file)."""
-        prompt_file.save(path, self.store, self.module)
+        prompt_file.save(path, self.store, self.module, self.kv_bits, self.kv_group_size)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Any, **limits: Any) -> PromptCache:
@@ -85,6 +95,7 @@ class PromptCache:
         Raises GenerationError for a file that is none, isn't whole, is of another model, or holds more than the limit.
         """
         header = prompt_file.header(path)
-        cache = cls(model, block=header.block, **limits)
+        packing = {} if header.kv_bits is None else {"kv_bits": header.kv_bits, "kv_group_size": header.kv_group_size}
+        cache = cls(model, block=header.block, **packing, **limits)
         prompt_file.load(header, cache.store, cache.module, cache.vocab)
         return cache

@@ -4,7 +4,8 @@
     tokens  int32 [blocks, block]  their token ids
     <past>  [blocks · block, heads · width]  for each pool, under the name of the graph's input: the slots' rows
 
-The metadata say the format, its version, the block and the fingerprint of the model.
+The metadata say the format, its version, the block, the fingerprint of the model, and of packed rows the bits and the
+size of a group.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_transmuter.cache import CacheError, Store
+from mlx_transmuter.cache.packing import BITS, GROUP_SIZES
 from mlx_transmuter.generation.errors import GenerationError
 from mlx_transmuter.module import Module
 from mlx_transmuter.signature import Signature
@@ -31,15 +33,20 @@ _DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "I32": mx.
 
 
 class Header(NamedTuple):
-    """What a file says of itself: its tensors (dtype, shape) by name, the block size, the model's fingerprint."""
+    """What a file says of itself: its tensors (dtype, shape) by name, the block size, the model's fingerprint, and how
+    keys and values are packed."""
 
     path: Path
     tensors: dict[str, tuple[mx.Dtype, tuple[int, ...]]]
     block: int
     fingerprint: str
+    kv_bits: int | None
+    kv_group_size: int
 
 
-def save(path: str | os.PathLike[str], store: Store, module: Module) -> None:
+def save(
+    path: str | os.PathLike[str], store: Store, module: Module, kv_bits: int | None = None, kv_group_size: int = 64
+) -> None:
     """Writes the kept blocks of `store`, beside the path first and then in its place."""
     path = Path(path)
     kept = store.slots.kept()
@@ -55,6 +62,8 @@ def save(path: str | os.PathLike[str], store: Store, module: Module) -> None:
             rows.reshape(kind.heads, len(slots), kind.width).swapaxes(0, 1).reshape(len(slots), kind.heads * kind.width)
         )
     said = {"format": FORMAT, "version": VERSION, "block": str(store.block), "fingerprint": fingerprint(module)}
+    if kv_bits is not None:
+        said |= {"kv_bits": str(kv_bits), "kv_group_size": str(kv_group_size)}
     beside = path.with_name(f".{path.name}.{os.getpid()}.safetensors")
     try:
         mx.save_safetensors(str(beside), arrays, metadata=said)
@@ -95,7 +104,10 @@ def header(path: str | os.PathLike[str]) -> Header:
         block = int(said["block"])
         if not 1 <= block <= 2**16:
             raise ValueError(f"blocks of {block}")
-        return Header(path, tensors, block, str(said["fingerprint"]))
+        bits, group = (int(said["kv_bits"]), int(said["kv_group_size"])) if "kv_bits" in said else (None, 64)
+        if bits not in (None, *BITS) or group not in GROUP_SIZES:
+            raise ValueError(f"{bits} bits in groups of {group}")
+        return Header(path, tensors, block, str(said["fingerprint"]), bits, group)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         found = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         raise GenerationError(str(path), str(found), "a prompt cache that was saved whole", "make it anew") from None

@@ -5,6 +5,7 @@
 
 import mlx.core as mx
 
+from mlx_transmuter.cache import PackedPool
 from mlx_transmuter.ops.registry import op
 
 
@@ -37,10 +38,10 @@ def alibi(index, seen, *, slopes):
 def attention(q, k, v, keys, values, lanes, seen, *, scale: float, softcap: float = 0.0):
     """Attention of q over what the cache holds, this step's k and v included: (output, keys', values').
 
-    q [rows, heads, seq, dim]; k, v [rows, kv, seq, dim]; keys, values: pools [kv · slots, dim]; seen: bool [rows, 1,
-    seq, context] or an additive mask [rows, heads, seq, context]. softcap: scores become c · tanh(score / c). The
-    output is [rows, heads, seq, dim]; heads share the keys of heads / kv heads. q may come as [rows · heads, seq, dim];
-    so does the output then.
+    q [rows, heads, seq, dim]; k, v [rows, kv, seq, dim]; keys, values: pools [kv · slots, dim], or PackedPools; seen:
+    bool [rows, 1, seq, context] or an additive mask [rows, heads, seq, context]. softcap: scores become c · tanh(score
+    / c). The output is [rows, heads, seq, dim]; heads share the keys of heads / kv heads. q may come as [rows · heads,
+    seq, dim]; so does the output then.
     """
     rows, kv, seq, dim = k.shape
     if q.ndim == 3:
@@ -48,17 +49,23 @@ def attention(q, k, v, keys, values, lanes, seen, *, scale: float, softcap: floa
             q.reshape(rows, -1, seq, dim), k, v, keys, values, lanes, seen, scale=scale, softcap=softcap
         )
         return out.reshape(q.shape[0], seq, -1), keys, values
-    # A module may have been cast since its pools got their type.
-    k, v = k.reshape(rows * kv, seq, dim).astype(keys.dtype), v.reshape(rows * kv, seq, v.shape[3]).astype(values.dtype)
-    # The pools of a run are its own and hold no NaN, so columns that nobody sees needn't be made zero.
-    k, keys = lanes.extend(k, keys, zero=False)
-    v, values = lanes.extend(v, values, zero=False)
+    k, keys = _extended(lanes, k.reshape(rows * kv, seq, dim), keys)
+    v, values = _extended(lanes, v.reshape(rows * kv, seq, v.shape[3]), values)
     k, v = k.reshape(rows, kv, -1, dim), v.reshape(rows, kv, -1, v.shape[2])
     if softcap:
         return _capped(q, k, v, seen, scale, softcap), keys, values
     if seen.dtype != mx.bool_:
         seen = seen.astype(q.dtype)
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=seen), keys, values
+
+
+def _extended(lanes, values, pool):
+    """lanes.extend of values [lanes, seq, dim]: (seen, pool')."""
+    # The pools of a run are its own and hold no NaN, so columns that nobody sees needn't be made zero.
+    if isinstance(pool, PackedPool):
+        return pool.extend(lanes, values, zero=False)
+    # A module may have been cast since its pools got their type.
+    return lanes.extend(values.astype(pool.dtype), pool, zero=False)
 
 
 def _capped(q, k, v, seen, scale: float, softcap: float):

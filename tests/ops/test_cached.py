@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_rows import unpacked
 
-from mlx_transmuter.cache import CacheIndex
+from mlx_transmuter.cache import CacheIndex, PackedPool, Packing
 from mlx_transmuter.ops.cached import alibi, attention, last, positions, visible
 
 HEADS, KV, DIM = 4, 2, 8
@@ -47,7 +48,11 @@ def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
     order = draw.permutation(rows * capacity // block) * block
     table = (order.reshape(rows, -1, 1) + np.arange(block)).reshape(rows, capacity).astype(np.int32)
     spare = data.draw(st.booleans(), label="spare")
+    bits = data.draw(st.sampled_from([None, 4, 8]), label="bits")
+    packing = bits and Packing.of(bits, 32, DIM, mx.float32)
     pools = [mx.zeros((KV * rows * capacity + spare, DIM)) for _ in "kv"]
+    if packing:
+        pools = [PackedPool(mx.zeros((pool.shape[0], packing.width), mx.uint32), packing) for pool in pools]
     history = [(np.zeros((KV, 0, DIM)), np.zeros((KV, 0, DIM))) for _ in range(rows)]
     lengths = np.zeros(rows, np.int32)
     scale = 0.4
@@ -61,11 +66,13 @@ def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
         if slopes is not None:
             seen = alibi(index, seen, slopes=slopes)
         lanes = index.heads(KV, block)
-        lanes = lanes.spare(pools[0].shape[0] - 1) if spare else lanes
+        lanes = lanes.spare(KV * rows * capacity) if spare else lanes
         out, *pools = attention(
             mx.array(q), mx.array(k), mx.array(v), *pools, lanes, seen, scale=scale, softcap=softcap
         )
         out = np.array(out)
+        if packing:  # what is seen is what the pools can hold, the call's own tokens included
+            k, v = (unpacked(np.array(packing.pack(mx.array(x))), bits, 32, DIM, np.float32) for x in (k, v))
         assert np.array_equal(np.array(positions(index)), np.maximum(pos, 0))
         for row in range(rows):
             held = [
