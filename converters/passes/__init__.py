@@ -7,12 +7,14 @@ buffer;
    before settle, which would leave fewer nodes to tell positions from columns by.
 3. settle: shapes that are the same in steps of every size become constants, and nodes that change nothing go.
 4. embedding: before linear, so that a head tied to the embedding finds its table.
-5. linear, quantized: products with a constant matrix become layers; flat: these take rows of any shape.
+5. linear, quantized: products with a constant matrix become layers; flat: these take rows of any shape; joined: those
+   of one input become one.
 6. norms, rotary, gates: one node for what exporters write in several.
 7. attention: after settle, which leaves of the repeated keys and of the reshapes only what matters; the past and the
 present
    become pools, and the mask, which nothing reads any more, goes. group_query: the same for onnxruntime's own operator.
 8. last: after attention, since only a program over pools is told which tokens are the last.
+9. heads: after all that look for a transpose.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from converters.passes.flat import flat
 from converters.passes.fold import fold
 from converters.passes.gates import gates
 from converters.passes.group_query import group_query
+from converters.passes.heads import heads
+from converters.passes.joined import joined
 from converters.passes.last import last
 from converters.passes.linear import linear
 from converters.passes.norms import norms
@@ -36,8 +40,10 @@ from converters.passes.settle import settle
 from mlx_transmuter.program import Program
 
 # What leaves past and present as they are, and what makes pools of them.
-IN_GRAPH: tuple[Rewrite, ...] = (fold, positions, settle, embedding, linear, quantized, flat, norms, rotary, gates)
-OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last)
+IN_GRAPH: tuple[Rewrite, ...] = (
+    fold, positions, settle, embedding, linear, quantized, flat, joined, norms, rotary, gates
+)  # fmt: skip
+OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last, heads)
 
 
 def rewrite(program: Program, order: tuple[Rewrite, ...]) -> tuple[Program, list[Record]]:

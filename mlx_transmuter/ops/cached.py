@@ -51,11 +51,10 @@ def attention(q, k, v, keys, values, lanes, seen, *, scale: float, softcap: floa
         return out.reshape(q.shape[0], seq, -1), keys, values
     k, keys = _extended(lanes, k.reshape(rows * kv, seq, dim), keys)
     v, values = _extended(lanes, v.reshape(rows * kv, seq, v.shape[3]), values)
+    seen = seen if seen.dtype == mx.bool_ else seen.astype(q.dtype)
+    if softcap or not _has_kernel():
+        return _explicit(q, k, v, seen, scale, softcap), keys, values
     k, v = k.reshape(rows, kv, -1, dim), v.reshape(rows, kv, -1, v.shape[2])
-    if softcap:
-        return _capped(q, k, v, seen, scale, softcap), keys, values
-    if seen.dtype != mx.bool_:
-        seen = seen.astype(q.dtype)
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=seen), keys, values
 
 
@@ -68,17 +67,30 @@ def _extended(lanes, values, pool):
     return lanes.extend(values.astype(pool.dtype), pool, zero=False)
 
 
-def _capped(q, k, v, seen, scale: float, softcap: float):
-    """The explicit form, for scores that are bounded before the softmax, which mx.fast has no form of."""
+def _has_kernel() -> bool:
+    """Whether mx.fast has a kernel of attention; on the CPU it multiplies each key once for every query that shares
+    it."""
+    return mx.default_device() != mx.cpu
+
+
+def _explicit(q, k, v, seen, scale: float, softcap: float):
+    """Attention written out, one product for all the query heads that share a key's head.
+
+    k, v: [rows · kv, context, dim].
+    """
     rows, heads, seq, dim = q.shape
-    kv = k.shape[1]
-    scores = (q * scale).reshape(rows, kv, -1, dim) @ k.swapaxes(2, 3)
-    scores = mx.tanh(scores * (1 / softcap)) * softcap
-    scores = scores.reshape(rows, heads, seq, -1)
+    scores = (q * scale).reshape(k.shape[0], -1, dim) @ k.swapaxes(1, 2)
+    if softcap:
+        scores = mx.tanh(scores * (1 / softcap)) * softcap
+    shape = scores.shape
+    if seen.shape[:3] == (1, 1, 1):  # one token sees the same in all heads
+        seen = seen.squeeze(0)
+    else:
+        scores = scores.reshape(rows, heads, seq, -1)
     lowest = mx.array(mx.finfo(scores.dtype).min, scores.dtype)
-    scores = mx.where(seen, scores, lowest) if seen.dtype == mx.bool_ else scores + seen.astype(scores.dtype)
+    scores = mx.where(seen, scores, lowest) if seen.dtype == mx.bool_ else scores + seen
     weights = mx.softmax(scores, axis=-1, precise=True)
-    return (weights.reshape(rows, kv, -1, weights.shape[3]) @ v).reshape(rows, heads, seq, -1)
+    return (weights.reshape(shape) @ v).reshape(rows, heads, seq, -1)
 
 
 @op("mlx.last")

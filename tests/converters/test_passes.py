@@ -19,6 +19,8 @@ from converters.passes import IN_GRAPH, OVER_POOLS, rewrite
 from converters.passes.attention import attention
 from converters.passes.embedding import embedding
 from converters.passes.group_query import group_query
+from converters.passes.heads import heads
+from converters.passes.joined import joined
 from converters.passes.linear import linear
 from converters.passes.norms import norms
 from converters.passes.positions import positions
@@ -88,9 +90,9 @@ def test_every_fixture_but_the_oldest_runs_over_pools_and_nothing_of_past_or_mas
 def test_a_llama_layer_has_as_many_nodes_as_a_person_would_write(loaded):
     program = loaded("llama").decoder.program
     layer = [node for node in program.nodes if "/layers.1/" in node.name]
-    # norm, q k v (product, reshape, transpose), 2 rotations and what broadcasts their tables, attention, its transpose
-    # and reshape, product, sum; norm, gate and up, silu · up, down, sum
-    assert len(layer) <= 26, [node.op for node in layer]
+    # norm, qkv, its parts (3 into heads), 2 rotations and what broadcasts their tables, attention, its heads joined,
+    # product, sum; norm, gate and up, their parts, silu · up, down, sum
+    assert len(layer) <= 19, [node.op for node in layer]
 
 
 def reasons(program: Program, one) -> list[str]:
@@ -186,6 +188,61 @@ def test_positions_of_an_unknown_use_decline():
     ).outputs[0]
     program.nodes.append(Node("Sign-9", (value,), ("sign",)))
     assert reasons(program, positions) == ["the use of positions by Sign-9 is not known"]
+
+
+def test_products_of_one_input_are_joined_and_keep_their_numbers(loaded):
+    program = before("llama", joined)
+    after, record = apply(program, joined)
+    assert record.held == 10  # q, k and v, gate and up, of two layers
+    layers = {path.removeprefix("model.layers.0.") for path in after.layers if ".0." in path}
+    assert layers == {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"}
+    whole = after.arrays["model.layers.0.self_attn.qkv_proj.weight"].read()
+    parts = [program.arrays[f"model.layers.0.self_attn.{name}_proj.weight"].read() for name in "qkv"]
+    assert np.array_equal(whole, np.concatenate(parts))
+    split = next(node for node in after.nodes if node.op == "Split-13")
+    assert after.constants[split.inputs[1]].tolist() == [len(part) for part in parts]
+
+
+@pytest.mark.parametrize("change", ["one has a bias", "one has another type", "one is read twice", "another input"])
+def test_products_that_differ_stay_apart(change):
+    program = before("llama", joined)
+    path = "model.layers.0.mlp.up_proj"
+    node = next(node for node in program.nodes if node.inputs[1:] == (path,))
+    if change == "one has a bias":
+        program.layers[path] = {**program.layers[path], "bias": True}
+    elif change == "one has another type":
+        program.arrays[f"{path}.weight"] = replace(program.arrays[f"{path}.weight"], dtype="float16")
+    elif change == "one is read twice":
+        program.nodes.append(Node("mlx.linear", (node.inputs[0], path), ("again",)))
+    else:
+        first = program.inputs[0].name
+        program.nodes[program.nodes.index(node)] = replace(node, inputs=(first, path))
+    after, record = apply(program, joined)
+    assert record.held == 8
+    assert path in after.layers or change == "another input"
+
+
+def test_heads_are_parted_and_joined_in_one_node_each():
+    program = before("llama", heads)
+    after, record = apply(program, heads)
+    assert record.held == 8
+    kinds = [node.op for node in after.nodes]
+    assert (kinds.count("mlx.split_heads"), kinds.count("mlx.merge_heads")) == (6, 2)
+    assert not any(node.op.startswith("Transpose") and node.attrs["perm"] == [0, 2, 1, 3] for node in after.nodes)
+
+
+@pytest.mark.parametrize("change", ["another order", "other rows"])
+def test_a_transpose_of_something_else_is_no_parting_into_heads(change):
+    program = before("llama", heads)
+    if change == "another order":
+        program = changed(program, "Transpose", attrs={"perm": [0, 1, 3, 2]})
+        at = next(i for i, node in enumerate(program.nodes) if node.attrs.get("perm") == [0, 2, 1, 3])
+        program.nodes[at] = replace(program.nodes[at], attrs={"perm": [0, 1, 3, 2]})
+    else:
+        node = next(node for node in program.nodes if node.op.startswith("Reshape") and ".shape" in node.inputs[1])
+        shape = program.constants[node.inputs[1]]
+        program.constants[node.inputs[1]] = np.array([1, *shape[1:]])
+    assert apply(program, heads)[1].held == 7
 
 
 def test_a_rewrite_replaces_the_root_alone_and_what_nothing_reads_falls():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from packed_rows import unpacked
 
 from mlx_transmuter.cache import CacheIndex, PackedPool, Packing
+from mlx_transmuter.ops import cached
 from mlx_transmuter.ops.cached import alibi, attention, last, positions, visible
 
 HEADS, KV, DIM = 4, 2, 8
@@ -30,6 +33,13 @@ def plain(q, k, v, at, scale, window=0, softcap=0.0, slopes=None):
         weights = np.where(shown, np.exp(scores - scores[shown].max()), 0)
         out[head] = weights @ values / weights.sum()
     return out
+
+
+@pytest.fixture(params=[False, True], ids=["written out", "mx.fast"], autouse=True)
+def kernel(request):
+    """Both ways of attention: mx.fast's, which the CPU backend computes too, and the one that the CPU takes."""
+    with mock.patch.object(cached, "_has_kernel", return_value=request.param):
+        yield
 
 
 @pytest.mark.parametrize("paged", [False, True])
