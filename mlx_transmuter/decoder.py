@@ -75,13 +75,16 @@ class Decoder:
 
     @property
     def supports(self) -> frozenset[str]:
-        """What a run can do beside rows of their own lengths: "pages" and "forks" always, and "drafts".
+        """What a run can do beside rows of their own lengths: "pages" and "forks" always, "drafts" and "packed".
 
-        Several guesses in one call need a graph whose attention was rewritten onto the index, and that gives logits of
-        any token; in another graph the order of the columns is the order of the tokens.
+        Several guesses or several prompts in one lane need a graph whose attention was rewritten onto the index, and
+        that gives logits of any token; in another graph the order of the columns is the order of the tokens. A lane of
+        several prompts has no row of the graph's other inputs.
         """
-        drafts = self.signature.index and self.signature.ends
-        return frozenset({"pages", "forks", "drafts"} if drafts else {"pages", "forks"})
+        always = frozenset({"pages", "forks"})
+        if not (self.signature.index and self.signature.ends):
+            return always
+        return always | ({"drafts"} if self.signature.given else {"drafts", "packed"})
 
     @property
     def grows(self) -> bool:
@@ -271,6 +274,37 @@ class Run:
                     self.store.append(row, count)
         self.lengths = self.lengths + new
 
+    def packed(self, prompts: Sequence[Sequence[int]], seq: int) -> mx.array:
+        """Lazy logits [rows, vocab] after prompts of rows that hold nothing yet, run in one lane of `seq` tokens.
+
+        prompts: one for each row, [] for none, whose logits are unspecified; seq: at least their sum. Raises
+        DecoderError for a decoder that doesn't support it, rows that hold tokens, or prompts that are too long.
+        """
+        counts = np.array([len(prompt) for prompt in prompts], np.int32)
+        if "packed" not in self.decoder.supports:
+            found, do = "several prompts in a lane of a graph whose attention isn't over pools", "run plain steps"
+            raise DecoderError(found, "one that the conversion rewrote", do)
+        if len(counts) != len(self.lengths) or (self.lengths * counts).any() or (counts > self.total).any():
+            found = f"prompts of {counts.tolist()} tokens for rows that hold {self.lengths.tolist()}"
+            raise DecoderError(found, f"prompts of at most {self.total.tolist()} tokens, for rows that hold none")
+        if not 0 < counts.sum() <= seq:
+            raise DecoderError(f"{counts.sum()} tokens in a lane of {seq}", "1 or more, as many as fit")
+        self._append(counts)
+        table = self._table(int(counts.max()))
+        lane = np.full((3, 1, seq), -1, np.int32)  # tokens, positions, slots
+        lane[0] = 0
+        ends, at = np.zeros((1, len(counts)), np.int32), 0
+        for row, (prompt, count) in enumerate(zip(prompts, counts.tolist(), strict=True)):
+            if count:
+                lane[:, 0, at : at + count] = prompt, range(count), table[row, :count]
+                at += count
+                ends[0, row] = at - 1
+        graph, block = self.decoder.graph, self.block
+        step = self.decoder.compiled(("packed", seq, block), lambda: steps.packed(graph, seq, block))
+        logits, pools = step(self.pools.take(), *map(mx.array, lane), mx.array(ends))
+        self.pools.put(pools)
+        return logits
+
     def draft(self, tokens: Any, sees: Any, depths: Any) -> mx.array:
         """Lazy logits [rows, n, vocab] after each of n guesses of each row, in one call; `accept` then keeps some of
         them.
@@ -296,7 +330,7 @@ class Run:
         last = self.lengths + depths.max(axis=1) + 1
         if depths.shape != (rows, seq) or (last > self.total).any():
             raise DecoderError(f"guesses up to {last.tolist()} tokens", f"at most {self.total.tolist()}")
-        context = bucket(int(self.lengths.max()))
+        context = bucket(int(last.max()))  # not only what the rows hold: a position is at most the table's last column
         table = mx.array(self._table(context))
         self._draft = [self.slots.open()[0] for _ in range(rows)]
         for sequence, depth in zip(self._draft, depths, strict=True):

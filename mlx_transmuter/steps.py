@@ -65,6 +65,23 @@ def drafted(graph: Graph, seq: int) -> Callable[..., Any]:
     return run
 
 
+def packed(graph: Graph, seq: int, block: int) -> Callable[..., Any]:
+    """A step of prompts, one after another in one lane: (pools, tokens, places, slots, ends) → (logits [k, vocab],
+    pools').
+
+    tokens, places (positions; -1: padding) and slots are int32 [1, seq], ends int32 [1, k]: the tokens whose logits are
+    wanted.
+    """
+    signature, _ = CacheIndex.packed(seq, [[seq]]).walk()
+
+    def run(pools, tokens, places, slots, ends):
+        index = CacheIndex.from_walk(signature, [places]).keep(slots)
+        logits, pools = _over_pools(graph, pools, tokens, index, block, ends, mx.maximum(places, 0), {})
+        return logits[0], pools
+
+    return run
+
+
 def _over_pools(graph, pools, tokens, index, block, ends, place, given):
     """The program over the pools: the logits of the tokens `ends` [rows, k] (of all, where it can't choose), and the
     pools'.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter.generation.batch import Batch
 from mlx_transmuter.generation.host import HostView
-from mlx_transmuter.generation.rows import prompt_parts
+from mlx_transmuter.generation.rows import packs, prompt_parts
 from mlx_transmuter.generation.state import State
 
 
@@ -46,10 +46,20 @@ class Group:
         """The logits after the prompts, [rows, vocab]; None if the run was cancelled.
 
         A prompt runs in the first of its rows alone, without what a prompt cache has of it, and the others then
-        continue it. Of the logits only those of a row's last token are kept, from the part in which it came.
+        continue it. Of the logits only those of a row's last token are kept, from the step in which it came.
         """
         first = [prompt * self.width for prompt in self.members]
         prompts = {row: self._prompt(row)[self.lengths[row] :] for row in first}
+        lanes = self._lanes(prompts)
+        last = self._in_lanes(prompts, lanes) if lanes else self._in_parts(prompts)
+        if last is None or self.width == 1:
+            return last
+        parents = [row // self.width * self.width for row in self.all]
+        self.fork(parents)
+        return last[mx.array(parents)]
+
+    def _in_parts(self, prompts: Mapping[int, list[int]]) -> mx.array | None:
+        """The logits after the prompts, from steps of all rows in parts of powers of two."""
         start, last = 0, None
         for part in prompt_parts(max(map(len, prompts.values())), self.batch.ctx.prefill_step_size):
             if self.batch.cancelled:
@@ -62,17 +72,35 @@ class Group:
                 counts[row] = len(piece)
             logits = self.step(tokens, counts)
             start += part
-            ends = np.array([counts[row] > 0 and len(prompts[row]) <= start for row in self.all])
+            ends = np.array([counts[row] > 0 and len(prompts.get(row, ())) <= start for row in self.all])
             if ends.any():
                 last = logits if last is None else mx.where(mx.array(ends)[:, None], logits, last)
             del logits
             self.run.evaluate(*([] if last is None else [last]))
         assert last is not None  # a group has prompts, and they have tokens
-        if self.width == 1:
-            return last
-        parents = [row // self.width * self.width for row in self.all]
-        self.fork(parents)
-        return last[mx.array(parents)]
+        return last
+
+    def _lanes(self, prompts: Mapping[int, list[int]]) -> list[tuple[list[int], int]]:
+        """The lanes to run whole prompts in, several in one, where that takes fewer tokens; else none."""
+        if "packed" not in self.batch.gen.decoder.supports or self.batch.positions is not None or any(self.lengths):
+            return []
+        lengths = {row: len(prompt) for row, prompt in prompts.items()}
+        return packs(lengths, len(self.all), self.batch.ctx.prefill_step_size)
+
+    def _in_lanes(self, prompts: Mapping[int, list[int]], lanes: Sequence[tuple[list[int], int]]) -> mx.array | None:
+        """The logits after the prompts, from a step for each lane."""
+        last = None
+        for members, size in lanes:
+            if self.batch.cancelled:
+                return None
+            logits = self.run.packed([prompts[row] if row in members else [] for row in self.all], size)
+            for row in members:
+                self.lengths[row] = len(prompts[row])
+            ends = mx.array([row in members for row in self.all])[:, None]
+            last = logits if last is None else mx.where(ends, logits, last)
+            del logits
+            self.run.evaluate(last)
+        return last
 
     def step(self, tokens: np.ndarray | mx.array, counts: list[int]) -> mx.array:
         """The logits [rows, vocab] after tokens, int32 [rows, n], of which row r has the first counts[r]."""

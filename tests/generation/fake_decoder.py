@@ -47,6 +47,7 @@ class FakeDecoder:
         self.rows, self.vocab, self.max_positions = rows, vocab, max_positions
         self.by_length, self.runs_ahead, self.dtype, self.salt = by_length, runs_ahead, dtype, salt
         self.compilations = 0
+        self.supports = frozenset({"pages", "forks"})
         self.runs: list[FakeRun] = []
 
     def groups(self, lengths: list[int]) -> list[list[int]]:
