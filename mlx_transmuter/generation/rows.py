@@ -107,7 +107,8 @@ def packs(lengths: Mapping[int, int], rows: int, most: int | None = None) -> lis
         members, total = lanes[-1]
         lanes[-1] = [*members, row], total + length
     sized = [(members, min(limit, _lane(total))) for members, total in lanes]
-    return sized if 4 * sum(size for _, size in sized) < 3 * rows * longest else []
+    total = sum(size for _, size in sized)
+    return sized if 4 * total < 3 * rows * longest else []
 
 
 def _lane(length: int) -> int:
