@@ -15,9 +15,12 @@ import numpy as np
 
 from mlx_transmuter import ops, steps
 from mlx_transmuter.cache import Kind, Packing, Pools, Slots, Store
+from mlx_transmuter.entries import Entry
 from mlx_transmuter.module import Module
-from mlx_transmuter.signature import MODES, Entry, Mode, Signature, declared_mode
-from mlx_transmuter.steps import DecoderError, Graph
+from mlx_transmuter.plan import Plan
+from mlx_transmuter.reread import Reread
+from mlx_transmuter.signature import Mode, Signature
+from mlx_transmuter.steps import DecoderError, Graph, new_tokens
 
 # The context that a step attends over grows in powers of two from here.
 SMALLEST_BUCKET = 64
@@ -42,10 +45,10 @@ def stride(length: int) -> int:
 class Decoder:
     """The compiled step functions of `module` for batches of `rows` rows.
 
-    mode: the cache mode, by default the one that the conversion found. max_positions: the most tokens of a row, by
-    default what the model's configuration said. kv_bits: 8 or 4, to keep keys and values in so many bits an element, in
-    groups of kv_group_size (see cache.Packing); None keeps them as they are. Raises SignatureError for a module that is
-    no decoder, CacheError for other bits or groups.
+    mode: the cache mode, by default that of the plan. plan: how it runs, by default as the conversion found.
+    max_positions: the most tokens of a row, by default what the model's configuration said. kv_bits: 8 or 4, to keep
+    keys and values in so many bits an element, in groups of kv_group_size (see cache.Packing); None keeps them as they
+    are. Raises SignatureError for a module that is no decoder, CacheError for other bits or groups.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Decoder:
         rows: int,
         *,
         mode: Mode | None = None,
+        plan: Plan | None = None,
         max_positions: int | None = None,
         kv_bits: int | None = None,
         kv_group_size: int = 64,
@@ -63,11 +67,12 @@ class Decoder:
         self.module, self.rows = module, rows
         program = module.program
         self.signature = Signature.of(program)
-        said, most = program.meta.get("cache_mode"), program.meta.get("max_positions")
-        self.mode: Mode = mode or (said if said in MODES else declared_mode(program, self.signature))
+        self.plan = plan or Plan.of(program, self.signature)
+        self.mode: Mode = mode or self.plan.mode
+        most = program.meta.get("max_positions")
         self.max_positions: int | None = max_positions or (most if isinstance(most, int) and 0 < most < 2**31 else None)
         self.kinds = tuple(_kind(entry, kv_bits, kv_group_size) for entry in self.signature.entries)
-        self.graph = Graph(module, self.signature, self.max_positions, self.kinds)
+        self.graph = Graph(module, self.signature, self.max_positions, self.kinds, self.plan.alone)
         self.vocab = self.signature.vocab
         self.compilations = 0
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -77,24 +82,39 @@ class Decoder:
     def supports(self) -> frozenset[str]:
         """What a run can do beside rows of their own lengths: "pages" and "forks" always, "drafts" and "packed".
 
-        Several guesses or several prompts in one lane need a graph whose attention was rewritten onto the index, and
-        that gives logits of any token; in another graph the order of the columns is the order of the tokens. A lane of
-        several prompts has no row of the graph's other inputs.
+        Several guesses or several prompts in one lane need a graph whose attention was rewritten onto the index, that
+        gives logits of any token, and that takes rows of several tokens at any time. In another graph the order of the
+        columns is the order of the tokens, and a state has all tokens in it, rejected ones too. A lane of several
+        prompts has no row of the graph's other inputs.
         """
         always = frozenset({"pages", "forks"})
-        if not (self.signature.index and self.signature.ends):
+        several = self.plan == Plan(self.plan.mode) and not self.signature.states
+        if not (several and self.signature.index and self.signature.ends):
             return always
         return always | ({"drafts"} if self.signature.given else {"drafts", "packed"})
 
     @property
     def grows(self) -> bool:
-        """Whether the rows of a run must have one length, since the graph takes its positions from it."""
-        return self.mode == "grow" and not self.signature.index
+        """Whether the rows of a run must have one length: the graph takes its positions from it, or no padding may be
+        in a step.
+        """
+        return self.exact or self.plan.padding == "none"
+
+    @property
+    def exact(self) -> bool:
+        """Whether the graph gets a past, or a mask, of exactly the tokens so far: positions come from its length."""
+        told = bool(self.signature.entries or (self.signature.states and self.signature.mask))
+        return self.mode == "grow" and not self.signature.index and told
+
+    @property
+    def prompts(self) -> str:
+        """How prompts run: in "parts" of powers of two, "whole", or "single" tokens."""
+        return self.plan.prompts
 
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:
         """The rows that may share a run, by their prompts' lengths; rows of length 0 are in none.
 
-        All rows share one run, except in grow, where the positions of all rows come from one length.
+        All rows share one run, except where `grows` says that they can't.
         """
         found: dict[int, list[int]] = {}
         for row, length in enumerate(lengths):
@@ -111,6 +131,10 @@ class Decoder:
             return min(bucket(length + seq), max(length + seq, self.max_positions or 2**31))
         return min(bucket(length), max(length, (self.max_positions or 2**31) - seq))
 
+    def columns(self, length: int) -> int:
+        """The columns of a step that reads whole rows of up to that many tokens."""
+        return min(bucket(length), max(length, self.max_positions or 2**31))
+
     def begin(
         self,
         total: Sequence[int],
@@ -120,7 +144,7 @@ class Decoder:
         block: int = 1,
         store: Store | None = None,
         prompts: Sequence[Sequence[int]] = (),
-    ) -> Run:
+    ) -> Run | Reread:
         """A run without tokens, or with those that are in `store` already.
 
         total: the most tokens that each row will hold, 0 for a padding row. inputs: arrays of the graph's other inputs
@@ -135,6 +159,8 @@ class Decoder:
         given = dict(inputs or {})
         if given.keys() != set(self.signature.given):
             raise DecoderError(f"the inputs {sorted(given)}", f"the graph's {sorted(self.signature.given)}")
+        if not self.signature.carried:
+            return Reread(self, total, given)
         if store is None:
             return Run(self, total, given, block if paged else None)
         if given or store.kinds != self.kinds or len(prompts) != self.rows:
@@ -197,6 +223,9 @@ class Run:
             self.store = store
             self._rows, stored = store.open(prompts, total, alike=decoder.grows)
             self.lengths = np.asarray(stored, np.int32)
+        self.states = [
+            mx.zeros(state.sizes(decoder.rows), ops.device_dtype(state.dtype)) for state in decoder.signature.states
+        ]
         self._pending: tuple[list[mx.array], mx.array, mx.array] | None = None
         self._draft: list[int] | None = None
         # A step can be built while the one before it runs: Pools.evaluate waits for it, so no write meets its reads. On
@@ -229,24 +258,22 @@ class Run:
         decoder = self.decoder
         tokens = tokens if isinstance(tokens, mx.array) else mx.array(tokens)
         rows, seq = tokens.shape[:2]
-        new = np.asarray(counts, np.int32)
-        if rows != decoder.rows or new.shape != (rows,) or new.min() < 0 or new.max() > seq:
-            found = f"tokens {list(tokens.shape)} and counts {list(counts)}"
-            raise DecoderError(found, f"{decoder.rows} rows, and from 0 to all of a row's tokens real")
-        if (self.lengths + new > self.total).any():
-            raise DecoderError(f"rows of {(self.lengths + new).tolist()} tokens", f"at most {self.total.tolist()}")
+        new = new_tokens(decoder.rows, self.lengths, self.total, tokens, counts)
         length = int(self.lengths.max())
         if decoder.grows and (self.lengths[new > 0] != length).any():
             raise DecoderError(f"rows of {self.lengths.tolist()} tokens", "rows of one length where the cache grows")
+        if decoder.plan.padding == "none" and (new[new > 0] != seq).any():
+            raise DecoderError(f"counts {new.tolist()} of {seq} tokens", "no padding, which would change the states")
         placed = None if positions is None else mx.array(positions)
         if decoder.signature.index:
             return self._pooled_step(tokens, new, placed)
         self._write_pending()
-        context = length if decoder.grows else decoder.context(length, seq)
-        lengths = mx.array(np.full(rows, length, np.int32) if decoder.grows else self.lengths)
+        context = length if decoder.exact else decoder.context(length, seq)
+        lengths = mx.array(np.full(rows, length, np.int32) if decoder.exact else self.lengths)
         past = mx.array(self._table(max(1, context)))
         step = decoder.step_function(seq, context, positions is not None, self.block, self.paged)
-        logits, news = step(self.pools.arrays, tokens, lengths, mx.array(new), past, self.given, placed)
+        logits, news, states = step(self.pools.arrays, tokens, lengths, mx.array(new), past, self._fed(), placed)
+        self.states = states
         places = self.lengths[:, None] + np.arange(seq, dtype=np.int32)
         places = np.where(np.arange(seq) < new[:, None], places, -1).astype(np.int32)
         self._append(new)
@@ -261,9 +288,15 @@ class Run:
         context = bucket(int(self.lengths.max()))
         table = mx.array(self._table(context)) if self.paged else None
         step = decoder.step_function(seq, context, placed is not None, self.block, self.paged)
-        logits, pools = step(self.pools.take(), tokens, before, mx.array(new), table, self.given, placed)
+        fed = self._fed()
+        logits, pools, self.states = step(self.pools.take(), tokens, before, mx.array(new), table, fed, placed)
         self.pools.put(pools)
         return logits
+
+    def _fed(self) -> dict[str, mx.array]:
+        """The graph's other inputs, the rows' states among them."""
+        states = zip(self.decoder.signature.states, self.states, strict=True)
+        return {**self.given, **{state.past: array for state, array in states}}
 
     def _append(self, new: np.ndarray) -> None:
         """Gives slots to the rows' new tokens."""
@@ -314,6 +347,12 @@ class Run:
         decoder that doesn't support drafts, a run without pages of one slot, or guesses past the row's last token.
         """
         decoder = self.decoder
+        if decoder.signature.states:
+            raise DecoderError(
+                f"a draft for a graph with states ({decoder.signature.states[0].past})",
+                "a cache of positions, from which guesses can be dropped",
+                "run plain steps",
+            )
         if "drafts" not in decoder.supports:
             raise DecoderError(
                 "a draft for a graph whose attention isn't over pools",
@@ -357,6 +396,23 @@ class Run:
         self._draft = None
         self.lengths = self.lengths + np.array([len(path) for path in kept], np.int32)
 
+    def back(self, lengths: Sequence[int]) -> None:
+        """Sets each row back to its first lengths[r] tokens.
+
+        Raises DecoderError for more than a row has, and in a decoder whose states have all tokens in them.
+        """
+        new = np.asarray(lengths, np.int32)
+        if new.shape != self.lengths.shape or (new < 0).any() or (new > self.lengths).any():
+            raise DecoderError(f"rows set back to {list(lengths)} tokens", f"at most {self.lengths.tolist()}")
+        if self.states and (new < self.lengths).any():
+            raise DecoderError("rows set back in a decoder with states", "a cache that still has what came before")
+        self._write_pending()
+        for row, length in zip(self._rows if self.paged else [], new.tolist(), strict=self.paged):
+            if row is not None:
+                self.slots.trim(row, length)
+        # In a run of slots the next tokens write over what is there; until then no position sees it.
+        self.lengths = new
+
     def fork(self, parents: Sequence[int]) -> None:
         """From now on row r continues after the tokens of row parents[r]: the rows share slots, and nothing moves.
 
@@ -373,13 +429,18 @@ class Run:
             if row is not None:
                 self.slots.free(row)
         self._rows = forked
+        order = mx.array(list(parents))
+        self.states = [
+            mx.take(array, order, axis=state.batch)
+            for state, array in zip(self.decoder.signature.states, self.states, strict=True)
+        ]
         self.lengths = self.lengths[list(parents)]
         self.total = np.maximum(self.total, self.total[list(parents)])
 
     def evaluate(self, *arrays: mx.array, wait: bool = True) -> None:
         """The one evaluation of a step: `arrays` with the pools and what the step will write into them."""
         pending = self._pending[0] if self._pending else []
-        self.pools.evaluate(*arrays, *pending, wait=wait)
+        self.pools.evaluate(*arrays, *pending, *self.states, wait=wait)
 
     def keep(self, texts: Sequence[Sequence[int] | None]) -> None:
         """Lets later runs of the store find what the rows hold, once the steps so far are evaluated.
@@ -394,7 +455,7 @@ class Run:
 
     def close(self) -> None:
         """The run is over. Gives the pools' memory back, unless they outlive it."""
-        self._pending = None
+        self._pending, self.states = None, []
         if self.keeps:
             self.store.leave([*self._rows, *(self._draft or ())])
             self._rows = []

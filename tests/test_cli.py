@@ -1,9 +1,7 @@
 """The command line: what it prints, the exit codes, and that nothing is left half done."""
 
 import io
-import itertools
 import json
-import operator
 import os
 import re
 import shutil
@@ -17,7 +15,6 @@ from standin_hub import standin_hub
 
 from mlx_transmuter import cli, hub
 from mlx_transmuter.cli import model as cli_model
-from mlx_transmuter.decoder import Run
 from mlx_transmuter.tasks import text
 from mlx_transmuter.tokenizer import Tokenizer
 
@@ -92,6 +89,8 @@ def test_flags_are_the_settings_they_name(folder):
     }
     assert cli_model.settings(model, parse(["generate", "--temperature", "0"])) == {"do_sample": False}
     assert cli_model.settings(model, parse(["generate"])) == {}
+    guessing = cli_model.settings(model, parse(["generate", "--num-draft-tokens", "5", "--prompt-lookup", "6"]))
+    assert guessing == {"num_assistant_tokens": 5, "prompt_lookup_num_tokens": 6}
 
 
 def test_every_flag_of_sampling_reaches_the_text(run, folder):
@@ -108,6 +107,20 @@ def test_every_flag_of_sampling_reaches_the_text(run, folder):
         )
         + "\n"
     )
+
+
+def test_guesses_change_no_text_and_are_counted(run, folder):
+    asked = ["generate", "--model", folder, "-p", "Hi", "-m", 9, "--temp", 0.01, "--seed", 3]
+    plain = run(*asked)[1].split("==========\n")[1]
+    for flags in (["--prompt-lookup", 4], ["--draft-model", folder, "--num-draft-tokens", 3]):
+        code, out, err = run(*asked, *flags)
+        assert (code, err) == (0, "")
+        _, body, stats = out.split("==========\n")
+        assert body == plain
+        kept, proposed, each = re.search(r"Guesses: (\d+) of (\d+) kept, ([\d.]+) tokens per pass\n", stats).groups()
+        assert int(kept) <= int(proposed)
+        assert 1 <= float(each) <= 4
+    assert int(proposed) == int(kept) > 0  # a model that guesses for itself
 
 
 def test_what_has_no_effect_is_said(run, folder):
@@ -150,7 +163,8 @@ def test_without_a_model_the_demo_answers_its_prompt(run, monkeypatch):
         ("generate --max-tok 5", "unrecognized arguments"),
         ("generate --kv-bits 3", "invalid choice"),
         ("generate --kv-bits 8 --kv-group-size 16", "invalid choice"),
-        ("generate --draft-model x", "unrecognized arguments"),
+        ("generate --num-draft-tokens 0", "1 or more"),
+        ("generate --prompt-lookup some", "invalid int value"),
         ("convert", "--hf-path"),
         ("convert --model x -q", "unrecognized arguments"),
     ],
@@ -273,6 +287,13 @@ def test_inspect_says_what_the_model_is(run, folder):
     assert found["rewrites"] == program["meta"]["rewrites"]
 
 
+def test_inspect_says_how_an_unusual_decoder_runs(run, converted):
+    assert "cache mode   grow, whole prompts\n" in run("inspect", converted("gpt2_reread"))[1]
+    assert "cache mode   append, padding none\n" in run("inspect", converted("lfm2"))[1]
+    out = run("inspect", converted("gpt2_merged"))[1]
+    assert "cache mode   append\nbranch       cached\n" in out
+
+
 def test_inspect_says_why_a_rewrite_did_not_hold(run, folder, tmp_path):
     program = json.loads((folder / "program.json").read_text())
     program["meta"]["rewrites"] = [{"name": "fuse", "held": 3, "declined": {"w has rank 2": 4}}]
@@ -348,80 +369,6 @@ def test_chat_needs_a_template(run, folder, monkeypatch):
     code, _, err = run("chat", "--model", folder)
     assert code == 1
     assert "no chat template" in err
-
-
-@pytest.fixture
-def computed(monkeypatch):
-    """How many tokens the steps had."""
-    counts = []
-    step = Run.step
-    monkeypatch.setattr(Run, "step", lambda run, *args: counts.append(sum(args[1])) or step(run, *args))
-    return counts
-
-
-def test_a_turn_of_a_chat_computes_its_own_text_alone(run, folder, monkeypatch, computed):
-    lines = iter(["Hello there", "And more", "/exit"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    prompts = []
-    encode = text.TextGeneration.encode
-    monkeypatch.setattr(
-        text.TextGeneration, "encode", lambda self, prompt: prompts.append(encode(self, prompt)) or prompts[-1]
-    )
-    assert run("chat", "--model", folder, "-m", 3)[0] == 0
-    first, second = prompts
-    known = sum(itertools.accumulate(map(operator.eq, first, second), operator.and_))
-    assert known > 10
-    # A turn makes 3 tokens, the first of which comes of the prompt. The second one may also know the first's answer.
-    assert sum(computed) <= len(first) + len(second) - known + 2 * 2
-
-
-def test_a_prompt_cache_file_is_made_once_and_used(run, folder, tmp_path, computed, monkeypatch):
-    file = tmp_path / "system.safetensors"
-    system = ["--system-prompt", "You answer briefly, always, and in one word where one word will do."]
-    code, out, err = run("cache-prompt", "--model", folder, *system, "-p", "Hi", "--prompt-cache-file", file)
-    assert (code, out) == (0, "")
-    assert re.search(r"\d+ tokens in .*system\.safetensors", err)
-    made = sum(computed)
-    quiet = ["generate", "--model", folder, "-m", 3, "--verbose", "False", *system, "-p", "Hi, again"]
-    computed.clear()
-    plain = run(*quiet)
-    whole = sum(computed)
-    computed.clear()
-    assert run(*quiet, "--prompt-cache-file", file) == plain
-    assert sum(computed) <= whole - made + 12  # the message and the template after it
-    assert sum(computed) < whole / 2
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    lines = iter(["Hi, again", "/exit"])
-    computed.clear()
-    assert run("chat", "--model", folder, "-m", 3, *system, "--prompt-cache-file", file)[:2] == (0, plain[1])
-    assert sum(computed) < whole / 2
-
-
-def test_keys_and_values_in_few_bits(run, folder, tmp_path, monkeypatch):
-    file = tmp_path / "cache"
-    quiet = ["generate", "--model", folder, "-m", 4, "--verbose", "False", "-p", "Hi"]
-    packed = ["--kv-bits", 8, "--kv-group-size", 32]
-    wanted = answer(folder, [{"role": "user", "content": "Hi"}], max_new_tokens=4, kv_bits=8, kv_group_size=32) + "\n"
-    assert run(*quiet, *packed) == (0, wanted, "")
-    assert run("cache-prompt", "--model", folder, "-p", "Hi", "--prompt-cache-file", file, *packed)[0] == 0
-    assert run(*quiet, "--prompt-cache-file", file) == (0, wanted, "")  # the file says the bits
-    code, _, err = run(*quiet, "--prompt-cache-file", file, "--kv-bits", 4)
-    assert code == 1
-    assert "kv_bits" in err
-    lines = iter(["Hi", "/exit"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    assert run("chat", "--model", folder, "-m", 4, *packed)[:2] == (0, wanted)
-
-
-def test_a_prompt_cache_file_of_another_model_or_none_is_one_line(run, folder, converted, tmp_path):
-    file = tmp_path / "cache"
-    assert run("cache-prompt", "--model", folder, "-p", "Hi", "--prompt-cache-file", file)[0] == 0
-    for model, name, message in [(converted("llama_q4"), file, "expected"), (folder, tmp_path / "no", "No such file")]:
-        code, _, err = run("generate", "--model", model, "-p", "Hi", "--prompt-cache-file", name)
-        assert code == 1
-        assert message in err
-        assert err.count("\n") == 1
-    assert run("cache-prompt", "--model", folder, "-p", "Hi")[0] == 2
 
 
 # A process of its own.

@@ -46,9 +46,14 @@ class PromptCache:
         self.module = getattr(model, "decoder", model)
         self.kv_bits, self.kv_group_size = kv_bits, kv_group_size
         decoder = Decoder(self.module, 1, kv_bits=kv_bits, kv_group_size=kv_group_size)
-        others = [*decoder.signature.given, *(["inputs_embeds"] if decoder.signature.embeds else [])]
-        if others or not decoder.kinds:
-            found = f"a decoder with the inputs {', '.join(others)}" if others else "a decoder without a cache"
+        signature, found = decoder.signature, None
+        if others := [*signature.given, *(["inputs_embeds"] if signature.embeds else [])]:
+            found = f"a decoder with the inputs {', '.join(others)}"
+        elif signature.states or not decoder.kinds:
+            found = "a decoder whose rows have states" if signature.states else "a decoder without a cache"
+        elif decoder.prompts != "parts":
+            found = "a decoder that takes no part of a prompt after another"
+        if found:
             raise GenerationError("prompt_cache", found, "one whose keys and values follow from its tokens alone")
         self.vocab = decoder.vocab
         slot_bytes = Store(decoder.kinds, 0, block).slot_bytes

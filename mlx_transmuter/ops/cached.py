@@ -35,27 +35,46 @@ def alibi(index, seen, *, slopes):
 
 
 @op("mlx.attention")
-def attention(q, k, v, keys, values, lanes, seen, *, scale: float, softcap: float = 0.0):
+def attention(q, k, v, keys, values, lanes, seen, sinks=None, *, scale: float, softcap: float = 0.0):
     """Attention of q over what the cache holds, this step's k and v included: (output, keys', values').
 
-    q [rows, heads, seq, dim]; k, v [rows, kv, seq, dim]; keys, values: pools [kv · slots, dim], or PackedPools; seen:
-    bool [rows, 1, seq, context] or an additive mask [rows, heads, seq, context]. softcap: scores become c · tanh(score
-    / c). The output is [rows, heads, seq, dim]; heads share the keys of heads / kv heads. q may come as [rows · heads,
-    seq, dim]; so does the output then.
+    q [rows, heads, seq, dim]; k, v [rows, kv, seq, dim]; keys, values: pools [kv · slots, dim], or PackedPools; without
+    values, keys is one pool for both, [2 kv · slots, dim] or [kv · slots, 2 dim], and (output, keys') comes back. seen:
+    bool [rows, 1, seq, context] or an additive mask [rows, heads, seq, context]. sinks [heads]: a score of no column in
+    each softmax. softcap: scores become c · tanh(score / c). The output is [rows, heads, seq, dim]; heads share the
+    keys of heads / kv heads. q may come as [rows · heads, seq, dim]; so does the output then.
     """
     rows, kv, seq, dim = k.shape
     if q.ndim == 3:
-        out, keys, values = attention(
-            q.reshape(rows, -1, seq, dim), k, v, keys, values, lanes, seen, scale=scale, softcap=softcap
+        out, *pools = attention(
+            q.reshape(rows, -1, seq, dim), k, v, keys, values, lanes, seen, sinks, scale=scale, softcap=softcap
         )
-        return out.reshape(q.shape[0], seq, -1), keys, values
-    k, keys = _extended(lanes, k.reshape(rows * kv, seq, dim), keys)
-    v, values = _extended(lanes, v.reshape(rows * kv, seq, v.shape[3]), values)
+        return (out.reshape(q.shape[0], seq, -1), *pools)
+    if values is None:
+        k, v, *pools = _both(k, v, keys, lanes)
+    else:
+        k, keys = _extended(lanes, k.reshape(rows * kv, seq, dim), keys)
+        v, values = _extended(lanes, v.reshape(rows * kv, seq, v.shape[3]), values)
+        pools = (keys, values)
     seen = seen if seen.dtype == mx.bool_ else seen.astype(q.dtype)
+    sinks = None if sinks is None else sinks.astype(q.dtype)
     if softcap or not _has_kernel():
-        return _explicit(q, k, v, seen, scale, softcap), keys, values
-    k, v = k.reshape(rows, kv, -1, dim), v.reshape(rows, kv, -1, v.shape[2])
-    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=seen), keys, values
+        return _explicit(q, k, v, seen, sinks, scale, softcap), *pools
+    k, v = (held.reshape(rows, kv, -1, held.shape[2]) for held in (k, v))
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=seen, sinks=sinks), *pools
+
+
+def _both(k, v, pool, lanes):
+    """What the cache holds of keys and of values in one pool, k and v included, each [rows · kv, context, dim], and
+    the pool.
+    """
+    rows, _, seq, dim = k.shape
+    width = pool.packing.dim if isinstance(pool, PackedPool) else pool.shape[1]
+    axis = 1 if width == dim else 3  # values after the keys of all heads, or after those of each
+    new = mx.concatenate([k, v], axis=axis)
+    held, pool = _extended(lanes, new.reshape(-1, seq, new.shape[3]), pool)
+    held = held.reshape(rows, new.shape[1], -1, new.shape[3])
+    return *(part.reshape(-1, *part.shape[2:]) for part in mx.split(held, [k.shape[axis]], axis=axis)), pool
 
 
 def _extended(lanes, values, pool):
@@ -73,7 +92,7 @@ def _has_kernel() -> bool:
     return mx.default_device() != mx.cpu
 
 
-def _explicit(q, k, v, seen, scale: float, softcap: float):
+def _explicit(q, k, v, seen, sinks, scale: float, softcap: float):
     """Attention written out, one product for all the query heads that share a key's head.
 
     k, v: [rows · kv, context, dim].
@@ -89,7 +108,11 @@ def _explicit(q, k, v, seen, scale: float, softcap: float):
         scores = scores.reshape(rows, heads, seq, -1)
     lowest = mx.array(mx.finfo(scores.dtype).min, scores.dtype)
     scores = mx.where(seen, scores, lowest) if seen.dtype == mx.bool_ else scores + seen
+    if sinks is not None:
+        sinks = mx.broadcast_to(sinks[:, None, None], (rows, heads, seq, 1))
+        scores = mx.concatenate([scores.reshape(rows, heads, seq, -1), sinks], axis=-1)
     weights = mx.softmax(scores, axis=-1, precise=True)
+    weights = weights if sinks is None else weights[..., :-1]
     return (weights.reshape(shape) @ v).reshape(rows, heads, seq, -1)
 
 

@@ -1,6 +1,7 @@
 """The `mlx.nn` layers that a program may name, so that MLX's own tools (`nn.quantize`, `tree_flatten`) find them."""
 
 from contextlib import suppress
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -76,7 +77,7 @@ def _many(x: mx.array) -> bool:
     return mx.default_device() == mx.cpu and x.size > 2 * x.shape[-1]
 
 
-def _floats(layer: nn.Module) -> mx.array:
+def _floats(layer: Any) -> mx.array:
     """The weight of a quantised layer as floats [in, out]."""
     weight = mx.dequantize(layer.weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, layer.mode)
     return weight.T

@@ -25,8 +25,11 @@ from converters.passes.linear import linear
 from converters.passes.norms import norms
 from converters.passes.positions import positions
 from converters.passes.quantized import quantized
+from converters.passes.settle import settle
+from converters.passes.together import together
+from converters.passes.unpacked import unpacked
 from converters.read import read
-from mlx_transmuter.program import Node, Program
+from mlx_transmuter.program import Node, Program, Value
 from mlx_transmuter.signature import INDEX, outputs
 
 # Fixtures have two layers, gemma3_text three. A layer of a llama has 7 products, 2 norms, 2 rotations, 1 gate, 1
@@ -52,9 +55,20 @@ WANTED = {
     "opt": {"embedding": 2, "linear": 13, "attention": 6, "last": 1},
     "bloom": {"gates": 2, "embedding": 1, "linear": 9, "attention": 6, "last": 1},
     "falcon": {"gates": 2, "embedding": 1, "linear": 9, "rotary": 4, "attention": 6, "last": 1},
+    "codegen": {"gates": 2, "embedding": 2, "linear": 9, "attention": 6, "last": 1},
+    "falcon_alibi": {"gates": 2, "embedding": 1, "linear": 9, "attention": 6, "last": 1},
+    # Queries and keys of 12 and values of 6, by products of low rank: 8 products and 4 norms a layer.
+    "deepseek_v3": {"gates": 2, "embedding": 1, "linear": 17, "norms": 9, "rotary": 4, "attention": 6, "last": 1},
+    "gpt_oss": {"positions": 2, "embedding": 1, "linear": 11, "norms": 5, "gates": 2, "attention": 6, "last": 1},
+    # Four experts in the second layer: each has two indices, a gather, a scatter, and three products.
+    "qwen3_moe": {"experts": 16, "linear": 25, "norms": 9, "rotary": 4, "gates": 5, "attention": 6, "last": 1},
+    "gpt2_ort": {"unpacked": 2, "linear": 9, "attention": 4, "last": 1},
+    "lfm2": {"embedding": 1, "linear": 18, "norms": 9, "rotary": 2, "gates": 3, "attention": 3, "last": 1},
     "llama_genai": {"embedding": 1, "linear": 11, "group_query": 2, "last": 1},
     "mistral_genai": {"embedding": 1, "linear": 11, "group_query": 2, "last": 1},
 }
+# Mixtures of experts whose routers have a softmax of their own.
+ROUTED = ("gpt_oss", "qwen3_moe")
 
 
 def graph(name: str) -> Program:
@@ -77,22 +91,23 @@ def test_each_rewrite_is_made_as_often_as_the_architecture_asks(name, loaded):
     assert {rewrite: held[rewrite] for rewrite in wanted} == wanted
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "gpt2_ort"])
-def test_every_fixture_but_the_oldest_runs_over_pools_and_nothing_of_past_or_mask_is_left(name, loaded):
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gpt2_reread", "deltanet_ort")])  # no cache
+def test_every_fixture_runs_over_pools_and_nothing_of_past_or_mask_is_left(name, loaded):
     program = loaded(name).decoder.program
     assert program.input(INDEX) is not None
     assert program.input("attention_mask") is None
     kinds = {node.op for node in program.nodes}
-    assert not kinds & {"Softmax-13", "com.microsoft.GroupQueryAttention-1", "ScatterND-11", "Trilu-14", "IsNaN-9"}
+    gone = {"Softmax-13", "com.microsoft.GroupQueryAttention-1", "ScatterND-11", "Trilu-14", "IsNaN-9"}
+    assert not kinds & (gone - {"Softmax-13"} if name in ROUTED else gone)
     assert program.meta["proof"]["tried"]["pools"] <= program.meta["proof"]["limit"]
 
 
 def test_a_llama_layer_has_as_many_nodes_as_a_person_would_write(loaded):
     program = loaded("llama").decoder.program
     layer = [node for node in program.nodes if "/layers.1/" in node.name]
-    # norm, qkv, its parts (3 into heads), 2 rotations and what broadcasts their tables, attention, its heads joined,
-    # product, sum; norm, gate and up, their parts, silu · up, down, sum
-    assert len(layer) <= 19, [node.op for node in layer]
+    # norm, qkv, its heads, these split, rotation, split, attention, its heads joined, product, sum; norm, gate and up,
+    # their parts, silu · up, down, sum
+    assert len(layer) <= 16, [node.op for node in layer]
 
 
 def reasons(program: Program, one) -> list[str]:
@@ -174,11 +189,55 @@ def test_blocks_that_mlx_has_no_form_of_stay():
     assert "its blocks are of 16; MLX has groups of 32, 64 and 128, so it stays in the file's form" in found
 
 
-def test_grouped_attention_with_a_smooth_softmax_declines():
+def test_grouped_attention_with_another_attribute_declines():
     program = before("llama_genai", group_query)
     node = next(node for node in program.nodes if "GroupQueryAttention" in node.op)
-    program = changed(program, "com.microsoft.GroupQueryAttention", attrs={**node.attrs, "smooth_softmax": 1})
-    assert reasons(program, group_query) == ["its smooth_softmax is 1"]
+    program = changed(program, "com.microsoft.GroupQueryAttention", attrs={**node.attrs, "qk_output": 1})
+    assert reasons(program, group_query) == ["its qk_output is 1"]
+
+
+def test_scores_that_are_scaled_by_less_than_nothing_decline():
+    program = before("codegen", attention)
+    node = next(node for node in program.nodes if node.op.startswith("Div") and "attn" in node.name)
+    program.constants["less"] = -program.constants[node.inputs[1]]
+    program = changed(program, "Div", inputs=(node.inputs[0], "less"))
+    assert reasons(program, attention) == ["the scores come from Div-7"]
+
+
+def test_scores_beside_something_else_than_sinks_decline():
+    program = before("gpt_oss", attention)
+    node = next(node for node in program.nodes if node.op == "Concat-4" and "Expand" in node.inputs[-1])
+    at = program.nodes.index(node)
+    moved = [Node("Exp-6", (node.inputs[1],), ("risen",)), replace(node, inputs=(node.inputs[0], "risen"))]
+    program = replace(program, nodes=[*program.nodes[:at], *moved, *program.nodes[at + 1 :]])
+    wanted = "the scores stand beside something that is no weight of a number for each head"
+    assert reasons(program, attention) == [wanted]
+
+
+def test_a_mask_whose_window_a_prompt_lacks_declines():
+    """The mask is computed for a prompt longer than the window too, not for a late step alone."""
+    program = before("mistral", attention)
+    compare = next(node for node in program.nodes if node.op.startswith("Greater-"))
+    at = program.nodes.index(compare)
+    program.constants |= {"axis": np.array(2), "zero": np.array(0)}
+    early = [
+        Node("Shape-1", ("past_key_values.0.key",), ("early.sizes",)),
+        Node("Gather-1", ("early.sizes", "axis"), ("early.length",), {"axis": 0}),
+        Node("Equal-7", ("early.length", "zero"), ("early",)),
+        replace(compare, outputs=("windowed",)),
+        Node("Or-7", ("windowed", "early"), compare.outputs),
+    ]
+    program = replace(program, nodes=[*program.nodes[:at], *early, *program.nodes[at + 1 :]])
+    wanted = "the mask shows other columns in a step of 10 tokens after 0 than in later ones"
+    assert reasons(program, attention) == [wanted]
+
+
+def test_attention_with_projections_of_other_sizes_stays():
+    program = before("gpt2_ort", unpacked)
+    node = next(node for node in program.nodes if node.op.startswith("com.microsoft.Attention"))
+    program = changed(program, "com.microsoft.Attention", attrs={**node.attrs, "qkv_hidden_sizes": [32, 32, 16]})
+    assert reasons(program, unpacked) == ["its projections are no weight of three like parts"]
+    assert apply(program, unpacked)[1].held == 1
 
 
 def test_positions_of_an_unknown_use_decline():
@@ -231,6 +290,34 @@ def test_heads_are_parted_and_joined_in_one_node_each():
     assert not any(node.op.startswith("Transpose") and node.attrs["perm"] == [0, 2, 1, 3] for node in after.nodes)
 
 
+def test_queries_keys_and_values_are_parted_once_and_queries_and_keys_rotated_once():
+    program = before("llama", together)
+    after, record = apply(program, together)
+    assert record.held == 12  # a split, three partings and two rotations in each of two layers
+    kinds = [node.op for node in after.nodes]
+    assert (kinds.count("mlx.split_heads"), kinds.count("mlx.rotary"), kinds.count("Split-13")) == (2, 2, 6)
+    after.validate()
+
+
+@pytest.mark.parametrize("change", ["other angles", "other sizes", "read before"])
+def test_heads_that_are_not_alike_are_parted_and_rotated_apart(change):
+    program = before("llama", together)
+    first, second = [node for node in program.nodes if node.op == "mlx.rotary"][:2]
+    split = next(node for node in program.nodes if node.op == "mlx.split_heads")
+    at = program.nodes.index
+    if change == "other angles":
+        program.nodes[at(second)] = replace(second, inputs=(second.inputs[0], second.inputs[2], second.inputs[1]))
+        wanted = (3, 2)  # rotations and partings
+    elif change == "other sizes":
+        program.nodes[at(split)] = replace(split, attrs={"heads": 2 * split.attrs["heads"]})
+        wanted = (3, 4)
+    else:
+        program.nodes.insert(at(first) + 1, Node("Abs-6", first.outputs, ("early",)))
+        wanted = (3, 2)
+    kinds = [node.op for node in apply(program, together)[0].nodes]
+    assert (kinds.count("mlx.rotary"), kinds.count("mlx.split_heads")) == wanted
+
+
 @pytest.mark.parametrize("change", ["another order", "other rows"])
 def test_a_transpose_of_something_else_is_no_parting_into_heads(change):
     program = before("llama", heads)
@@ -251,3 +338,75 @@ def test_a_rewrite_replaces_the_root_alone_and_what_nothing_reads_falls():
     assert record.held == 5
     assert len(after.nodes) == len(program.nodes) - 5 * 6  # seven nodes became one
     after.validate()
+
+
+def test_rewrites_see_of_a_changed_program_what_a_walk_of_all_of_it_shows():
+    """An observation is carried from program to program, and new nodes alone are walked; it must be as a fresh one."""
+    before, fresh = Graph(graph("gemma")), 0
+    for one in IN_GRAPH:
+        program = apply(before.program, one, before)[0]
+        after = Graph(program, before)
+        seen, wanted = after.observation, Graph(program).observation
+        for name in {name for node in program.nodes for name in node.outputs if name}:
+            assert seen.shapes(name) == wanted.shapes(name), (one, name)
+            assert np.array_equal(seen.constant(name), wanted.constant(name)), (one, name)
+            assert seen.dtype(name) == wanted.dtype(name), (one, name)
+        fresh += program is not before.program
+        before = after
+    assert fresh >= 5
+
+
+def test_numbers_of_rows_and_tokens_that_are_read_off_the_past_are_read_off_the_tokens():
+    """Newer exporters take the number of rows from any input that has it; over pools the past has none."""
+    program = before("llama", settle)
+    graph_ = Graph(program)
+    program.constants |= {"first": np.array(0), "second": np.array(1), "third": np.array(2)}
+    nodes, moved = [], 0
+    for node in program.nodes:
+        source = graph_.producer(node.inputs[0], "Shape") if node.op == "Gather-1" else None
+        axis = program.constants.get(node.inputs[1]) if source is not None else None
+        if source is None or axis is None or axis.size != 1 or source.inputs[0] not in ("position_ids", "input_ids"):
+            nodes.append(node)
+            continue
+        moved += 1
+        name = f"{node.outputs[0]}.past"
+        nodes.append(Node("Shape-1", ("past_key_values.1.value",), (name,)))
+        if axis.item() == 0:
+            nodes.append(Node("Gather-1", (name, "first"), node.outputs))
+            continue
+        nodes += [
+            Node("Shape-1", ("attention_mask",), (f"{name}.mask",)),
+            Node("Gather-1", (f"{name}.mask", "second"), (f"{name}.total",)),
+            Node("Gather-1", (name, "third"), (f"{name}.held",)),
+            Node("Sub-7", (f"{name}.total", f"{name}.held"), node.outputs),
+        ]
+    assert moved
+    order = (*IN_GRAPH, *OVER_POOLS)
+    after, records = rewrite(replace(program, nodes=nodes), order[order.index(settle) :])
+    assert after.input(INDEX) is not None, [record.declined for record in records]
+    assert {record.name: record.held for record in records}["attention"] == 6
+
+
+def test_positions_that_are_shaped_once_for_two_uses_are_shaped_twice():
+    """onnxruntime's optimiser lets the rotation and the mask share an Unsqueeze of the same positions."""
+    program = before("gemma", positions)
+    seen = Graph(program)
+    shared = next(
+        node
+        for node in program.nodes
+        if node.op.startswith("Unsqueeze") and any(n.op.startswith("Cast") for n in seen.consumers(node.outputs[0]))
+    )
+    program.constants["last"] = np.array([3])
+    later = [
+        Node("Unsqueeze-13", (shared.outputs[0], "last"), ("rows",)),
+        Node("GreaterOrEqual-12", ("rows", "rows"), ("compared",)),
+    ]
+    program = replace(program, nodes=[*program.nodes, *later])
+    assert reasons(program, positions) == []
+    program = replace(program, outputs=(*program.outputs, Value("compared", "bool", None)))
+    after, record = apply(program, positions)
+    assert record.held == 3  # a Shape, the Unsqueeze, and the Cast after it
+    reads = {node.outputs[0]: node.inputs for node in after.nodes}
+    assert reads["rows"][0] == shared.outputs[0]
+    assert reads[shared.outputs[0]][0] != "position_ids"
+    assert reads[f"{shared.outputs[0]}.positions"][0] == "position_ids"

@@ -18,7 +18,7 @@ from mlx_transmuter.ops.cached import alibi, attention, last, positions, visible
 HEADS, KV, DIM = 4, 2, 8
 
 
-def plain(q, k, v, at, scale, window=0, softcap=0.0, slopes=None):
+def plain(q, k, v, at, scale, window=0, softcap=0.0, slopes=None, sinks=None):
     """The output [heads, dim] of one token at position `at` over k, v [kv, length, dim]."""
     out = np.zeros((HEADS, DIM))
     for head in range(HEADS):
@@ -30,8 +30,8 @@ def plain(q, k, v, at, scale, window=0, softcap=0.0, slopes=None):
         shown = np.arange(len(scores)) <= at
         if window:
             shown &= np.arange(len(scores)) > at - window
-        weights = np.where(shown, np.exp(scores - scores[shown].max()), 0)
-        out[head] = weights @ values / weights.sum()
+        weights = np.where(shown, np.exp(scores), 0)
+        out[head] = weights @ values / (weights.sum() + (0 if sinks is None else np.exp(sinks[head])))
     return out
 
 
@@ -43,24 +43,29 @@ def kernel(request):
 
 
 @pytest.mark.parametrize("paged", [False, True])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
     window = data.draw(st.sampled_from([0, 1, 3, 7]), label="window")
     softcap = data.draw(st.sampled_from([0.0, 2.0]), label="softcap")
     sloped = data.draw(st.booleans(), label="sloped")
+    sunk = data.draw(st.booleans(), label="sunk")
+    kept = data.draw(st.sampled_from(["two pools", "values after keys", "values beside keys"]), label="kept")
     parts = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4), label="parts")
     rows = data.draw(st.integers(1, 3), label="rows")
     counts = [[data.draw(st.integers(0, part)) for part in parts] for _ in range(rows)]
     draw = np.random.default_rng(data.draw(st.integers(0, 2**16), label="seed"))
     slopes = draw.uniform(-1, 0, HEADS).tolist() if sloped else None
+    sinks = draw.normal(size=HEADS).astype(np.float32) if sunk else None
     capacity, block = 32, 4 if paged else 32
     order = draw.permutation(rows * capacity // block) * block
     table = (order.reshape(rows, -1, 1) + np.arange(block)).reshape(rows, capacity).astype(np.int32)
     spare = data.draw(st.booleans(), label="spare")
+    vectors, size = (2 * KV, DIM) if kept == "values after keys" else (KV, DIM)
+    size = 2 * DIM if kept == "values beside keys" else size
+    pools = [mx.zeros((vectors * rows * capacity + spare, size)) for _ in ("kv" if kept == "two pools" else "k")]
     bits = data.draw(st.sampled_from([None, 4, 8]), label="bits")
-    packing = bits and Packing.of(bits, 32, DIM, mx.float32)
-    pools = [mx.zeros((KV * rows * capacity + spare, DIM)) for _ in "kv"]
+    packing = bits and Packing.of(bits, 32, size, mx.float32)
     if packing:
         pools = [PackedPool(mx.zeros((pool.shape[0], packing.width), mx.uint32), packing) for pool in pools]
     history = [(np.zeros((KV, 0, DIM)), np.zeros((KV, 0, DIM))) for _ in range(rows)]
@@ -75,14 +80,18 @@ def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
         seen = visible(index, window=window)
         if slopes is not None:
             seen = alibi(index, seen, slopes=slopes)
-        lanes = index.heads(KV, block)
-        lanes = lanes.spare(KV * rows * capacity) if spare else lanes
+        lanes = index.heads(vectors, block)
+        lanes = lanes.spare(vectors * rows * capacity) if spare else lanes
+        given = pools if len(pools) == 2 else [pools[0], None]
+        sunk_ = () if sinks is None else (mx.array(sinks),)
         out, *pools = attention(
-            mx.array(q), mx.array(k), mx.array(v), *pools, lanes, seen, scale=scale, softcap=softcap
+            mx.array(q), mx.array(k), mx.array(v), *given, lanes, seen, *sunk_, scale=scale, softcap=softcap
         )
         out = np.array(out)
         if packing:  # what is seen is what the pools can hold, the call's own tokens included
-            k, v = (unpacked(np.array(packing.pack(mx.array(x))), bits, 32, DIM, np.float32) for x in (k, v))
+            together = [np.concatenate([k, v], axis=3)] if kept == "values beside keys" else [k, v]
+            near = [unpacked(np.array(packing.pack(mx.array(x))), bits, 32, size, np.float32) for x in together]
+            k, v = near if len(near) == 2 else np.split(near[0], 2, axis=3)
         assert np.array_equal(np.array(positions(index)), np.maximum(pos, 0))
         for row in range(rows):
             held = [
@@ -92,7 +101,7 @@ def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
             history[row] = (held[0], held[1])
             for i in range(new[row]):
                 at = int(lengths[row]) + i
-                want = plain(q[row, :, i], *history[row], at, scale, window, softcap, slopes)
+                want = plain(q[row, :, i], *history[row], at, scale, window, softcap, slopes, sinks)
                 np.testing.assert_allclose(out[row, :, i], want, rtol=2e-5, atol=2e-5)
             assert np.isfinite(out[row]).all()  # a padding token's output is unspecified, but never NaN
         lengths = lengths + new
