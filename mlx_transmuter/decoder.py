@@ -77,11 +77,12 @@ class Decoder:
     def supports(self) -> frozenset[str]:
         """What a run can do beside rows of their own lengths: "pages" and "forks" always, and "drafts".
 
-        Several guesses in one call need a graph whose attention was rewritten onto the index, and that gives logits of
-        any token; in another graph the order of the columns is the order of the tokens, and a state has all tokens in
-        it, rejected ones too.
+        Several guesses in one call need a graph whose attention was rewritten onto the index, that gives logits of any
+        token, and that takes rows of several tokens at any time. In another graph the order of the columns is the order
+        of the tokens, and a state has all tokens in it, rejected ones too.
         """
-        drafts = self.signature.index and self.signature.ends and not self.signature.states
+        several = self.plan == Plan(self.plan.mode) and not self.signature.states
+        drafts = several and self.signature.index and self.signature.ends
         return frozenset({"pages", "forks", "drafts"} if drafts else {"pages", "forks"})
 
     @property
@@ -309,6 +310,23 @@ class Run:
                 self.slots.adopt(own, sequence, path)
         self._draft = None
         self.lengths = self.lengths + np.array([len(path) for path in kept], np.int32)
+
+    def back(self, lengths: Sequence[int]) -> None:
+        """Sets each row back to its first lengths[r] tokens.
+
+        Raises DecoderError for more than a row has, and in a decoder whose states have all tokens in them.
+        """
+        new = np.asarray(lengths, np.int32)
+        if new.shape != self.lengths.shape or (new < 0).any() or (new > self.lengths).any():
+            raise DecoderError(f"rows set back to {list(lengths)} tokens", f"at most {self.lengths.tolist()}")
+        if self.states and (new < self.lengths).any():
+            raise DecoderError("rows set back in a decoder with states", "a cache that still has what came before")
+        self._write_pending()
+        for row, length in zip(self._rows if self.paged else [], new.tolist(), strict=self.paged):
+            if row is not None:
+                self.slots.trim(row, length)
+        # In a run of slots the next tokens write over what is there; until then no position sees it.
+        self.lengths = new
 
     def fork(self, parents: Sequence[int]) -> None:
         """From now on row r continues after the tokens of row parents[r]: the rows share slots, and nothing moves.

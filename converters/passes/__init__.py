@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from converters.match import Record, Rewrite, apply
+from converters.match import Graph, Record, Rewrite, apply
 from converters.passes.attention import attention
 from converters.passes.embedding import embedding
 from converters.passes.experts import experts
@@ -66,10 +66,12 @@ OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last, heads, together
 
 def rewrite(program: Program, order: tuple[Rewrite, ...]) -> tuple[Program, list[Record]]:
     """The program after the rewrites of `order`, without inputs that nothing reads any more; what each rewrite did."""
-    records = []
+    records, graph = [], Graph(program)
     for one in order:
-        program, record = apply(program, one)
+        program, record = apply(program, one, graph)
         records.append(record)
+        if program is not graph.program:
+            graph = Graph(program, graph)
     known = {*OPTIONAL, *TOKENS}  # what is carried stays, also where nothing reads it
     read = {name for node in program.nodes for name in node.reads()} | {value.name for value in program.outputs}
     return replace(

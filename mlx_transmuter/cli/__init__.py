@@ -149,6 +149,14 @@ def _generation_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=_number(int, 0), metavar="K", help="sample among the best K tokens; 0 is all")
     add("--min-p", type=_number(float, 0, 1), metavar="P", help="drop tokens below this part of the best one")
     add("--seed", type=_number(int, 0), metavar="N", help="seed of sampling (default: another one each time)")
+    add("--draft-model", metavar="SOURCE", help="a smaller model of the same tokenizer that guesses tokens; same text")
+    add("--num-draft-tokens", type=_number(int, 1), metavar="N", help="most guesses of the draft model at once")
+    add(
+        "--prompt-lookup",
+        type=_number(int, 1),
+        metavar="N",
+        help="guess up to N tokens from the text so far; same text",
+    )
     add("--extra-eos-token", nargs="+", default=[], metavar="TOKEN", help="more tokens, or ids, that end the text")
 
 

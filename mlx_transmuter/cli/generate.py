@@ -35,6 +35,9 @@ def run(args: argparse.Namespace) -> int:
         print("=" * 10)
         print(f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens/s")
         print(f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens/s ({last.finish_reason})")
+        if last.guesses is not None:
+            proposed, kept, each = last.guesses.proposed, last.guesses.kept, last.guesses.tokens_per_pass
+            print(f"Guesses: {kept} of {proposed} kept, {each:.2f} tokens per pass")
         print(f"Compiled shapes: {generation.compilations}")
         print(
             f"Peak memory: {last.peak_memory:.3f} GB"

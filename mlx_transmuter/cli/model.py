@@ -29,7 +29,11 @@ def label(args: argparse.Namespace) -> str:
 
 def task(model: Model, args: argparse.Namespace) -> text.TextGeneration:
     """Text generation with the settings of the flags."""
-    return text.generation(model, chat_template_vars=args.chat_template_config, **settings(model, args))
+    draft = None if args.draft_model is None else hub.load(args.draft_model)
+    if draft is None and args.num_draft_tokens is not None:
+        note("--num-draft-tokens has no effect without --draft-model")
+    chosen = settings(model, args)
+    return text.generation(model, chat_template_vars=args.chat_template_config, assistant_model=draft, **chosen)
 
 
 def settings(model: Model, args: argparse.Namespace) -> dict[str, Any]:
@@ -44,8 +48,12 @@ def settings(model: Model, args: argparse.Namespace) -> dict[str, Any]:
         given = {"do_sample": False}
     elif given:
         given["do_sample"] = True
-    if args.max_tokens is not None:
-        given["max_new_tokens"] = args.max_tokens
+    named = {
+        "max_new_tokens": args.max_tokens,
+        "num_assistant_tokens": args.num_draft_tokens,
+        "prompt_lookup_num_tokens": args.prompt_lookup,
+    }
+    given |= {name: value for name, value in named.items() if value is not None}
     if args.extra_eos_token:
         extra = [_token_id(model, token) for token in args.extra_eos_token]
         given["eos_token_id"] = [*text.eos_token_ids(model), *extra]

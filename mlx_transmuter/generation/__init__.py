@@ -9,6 +9,7 @@ from mlx_transmuter.generation.batch import Step
 from mlx_transmuter.generation.bits import from_bits, to_bits
 from mlx_transmuter.generation.context import Compiled, Context, compile, context
 from mlx_transmuter.generation.errors import GenerationError
+from mlx_transmuter.generation.guesses import Guesses
 from mlx_transmuter.generation.inputs import prompt_inputs
 from mlx_transmuter.generation.loop import run
 from mlx_transmuter.generation.rows import Result, Token
@@ -20,6 +21,7 @@ __all__ = [
     "Compiled",
     "Context",
     "GenerationError",
+    "Guesses",
     "Result",
     "Settings",
     "Step",

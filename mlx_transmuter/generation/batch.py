@@ -11,7 +11,7 @@ import numpy as np
 
 from mlx_transmuter.generation.context import Compiled
 from mlx_transmuter.generation.errors import GenerationError
-from mlx_transmuter.generation.rows import LENGTH, Positions, Result, integers
+from mlx_transmuter.generation.rows import LENGTH, Positions, Result, Row, integers
 
 # Inputs of a call that are not inputs of the decoder.
 ENCODER_TOKENS, POSITIONS = "encoder_input_ids", "position_ids"
@@ -62,6 +62,10 @@ class Batch:
         self.sources = self._sources(rest.pop(ENCODER_TOKENS, None))
         given = rest.pop(POSITIONS, None) if POSITIONS not in self.ctx.given else None
         self.positions = Positions(given, self.prompts, gen.decoder.max_positions) if given else None
+        if self.positions is not None and gen.guesses:
+            raise GenerationError(
+                f"input {POSITIONS}", "positions, and guesses of several tokens", "one of them", "leave out the guesses"
+            )
         self.inputs = self._inputs(rest)
         self.limits = [self._limit(len(prompt)) if prompt else 0 for prompt in self.prompts]
         texts = self.settings.num_return_sequences
@@ -72,6 +76,18 @@ class Batch:
     def cancelled(self) -> bool:
         """Whether the caller gave the run up."""
         return self.cancel is not None and self.cancel.is_set()
+
+    def accept(self, rows: Mapping[int, Row], chosen: Mapping[int, tuple[int, float | None]]) -> Step:
+        """The Step in which the rows of texts take what was chosen, row → (token, log-probability); those that have
+        ended take nothing."""
+        new = {}
+        for row, (token, logprob) in chosen.items():
+            text = rows[row]
+            if text.live:
+                if text.accept(token, logprob, self.settings.eos_token_id, self.stop[row // self.settings.width]):
+                    new[row] = token, logprob
+                self.finished[row] = not text.live
+        return self.step(new)
 
     def step(self, new: Mapping[int, tuple[int, float | None]]) -> Step:
         """The Step of new tokens, text → (token, log-probability)."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mlx_transmuter.generation.errors import GenerationError
+from mlx_transmuter.generation.guesses import Guesses
 
 # Why a text ends. "cancelled" is for a run that its caller gave up.
 STOP, LENGTH, CANCELLED = "stop", "length", "cancelled"
@@ -24,22 +25,24 @@ class Token(NamedTuple):
 
 @dataclass
 class Result:
-    """A text: its tokens without the eos, why it ended, and under beam search its score."""
+    """A text: its tokens without the eos, why it ended, its score under beam search, and what guesses brought."""
 
     tokens: list[Token]
     finish_reason: str
     score: float | None = None
+    guesses: Guesses | None = None
 
 
 @dataclass
 class Row:
-    """A row that gets one token per step. `limit`: its most new tokens. `text`: the prompt and the new tokens."""
+    """A row that gets a token after the other. `limit`: its most new tokens. `text`: the prompt and the new tokens."""
 
     prompt: list[int]
     limit: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    guesses: Guesses | None = None
 
     def __post_init__(self) -> None:
         self.text = list(self.prompt)
@@ -70,6 +73,10 @@ class Row:
         elif not self.room:
             self.finish_reason = LENGTH
         return True
+
+    def result(self) -> Result:
+        """The text as it is; one that has not ended was cancelled."""
+        return Result(listed(self.tokens, self.logprobs), self.finish_reason or CANCELLED, guesses=self.guesses)
 
 
 def listed(tokens: Sequence[int], logprobs: Sequence[float]) -> list[Token]:
