@@ -43,7 +43,7 @@ from converters.passes.settle import settle
 from converters.passes.together import together
 from converters.passes.unpacked import unpacked
 from mlx_transmuter.program import Program
-from mlx_transmuter.signature import ENDS, INDEX, LANES, OPTIONAL
+from mlx_transmuter.signature import ENDS, INDEX, LANES, OPTIONAL, TOKENS
 
 # What leaves past and present as they are, and what makes pools of them.
 IN_GRAPH: tuple[Rewrite, ...] = (
@@ -75,9 +75,10 @@ def rewrite(program: Program, order: tuple[Rewrite, ...]) -> tuple[Program, list
         records.append(record)
         if program is not graph.program:
             graph = Graph(program, graph)
+    known = {*OPTIONAL, *TOKENS}  # what is carried stays, also where nothing reads it
     read = {name for node in program.nodes for name in node.reads()} | {value.name for value in program.outputs}
     return replace(
-        program, inputs=tuple(value for value in program.inputs if value.name in read or value.name not in OPTIONAL)
+        program, inputs=tuple(value for value in program.inputs if value.name in read or value.name not in known)
     ), records
 
 
