@@ -238,8 +238,11 @@ def _wanted(
         do = "convert the merged decoder of the model, or the one without a past (decoder_model.onnx)"
         raise ConvertError(path, found, "a decoder that prompts can begin", do) from problem
     _check_logits(wanted, signature.vocab, path)
-    known = not signature.carried or signature.branch or prove.is_dynamic(module.program)
-    return wanted, False if known else None
+    # Of another graph whose cache gives something else than its prompt at once, nothing says which is right.
+    shape = module.program.input(signature.tokens).shape  # type: ignore[union-attr]
+    after = "with_past" in path.stem or (shape is not None and len(shape) > 1 and shape[1] == 1)
+    tried = after and signature.carried and not signature.branch and not prove.is_dynamic(module.program)
+    return wanted, None if tried else False
 
 
 def _by_token(
@@ -247,8 +250,9 @@ def _by_token(
 ) -> tuple[list[list[np.ndarray]], bool]:
     """The logits wanted of a graph that agrees over no cache, and whether it takes a prompt token by token alone.
 
-    A graph that was exported for tokens after a cache may hide nothing of a step's later tokens from its earlier ones:
-    then its logits after a prompt at once are not those after the prompt's tokens one by one, and these are right.
+    A graph that was exported for tokens after a cache, as its name or its shapes say, may hide nothing of a step's
+    later tokens from its earlier ones: then its logits after a prompt at once are not those after the prompt's tokens
+    one by one, and these are right.
     """
     steps = prove.plain(module, signature, case, eager, single=True)
     single = prove.error([row[:1] for row in steps], [row[:1] for row in wanted]) > limit

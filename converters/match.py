@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -153,6 +153,15 @@ def apply(program: Program, rewrite: Rewrite, graph: Graph | None = None) -> tup
         weights={name: Weight(array.dtype, array.shape) for name, array in arrays.items()},
     )
     return program.select([value.name for value in program.outputs]), record
+
+
+def renamed(program: Program, names: Mapping[str, str]) -> Program:
+    """The program with those values of its nodes under other names."""
+    nodes = [
+        replace(aliased(node, dict(names)), outputs=tuple(names.get(name, name) for name in node.outputs))
+        for node in program.nodes
+    ]
+    return replace(program, nodes=nodes) if names else program
 
 
 def aliased(node: Node, aliases: dict[str, str]) -> Node:

@@ -14,7 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops, steps
-from mlx_transmuter.cache import Pools, Slots
+from mlx_transmuter.cache import Kind, Packing, Pools, Slots, Store
+from mlx_transmuter.entries import Entry
 from mlx_transmuter.module import Module
 from mlx_transmuter.plan import Plan
 from mlx_transmuter.reread import Reread
@@ -45,8 +46,9 @@ class Decoder:
     """The compiled step functions of `module` for batches of `rows` rows.
 
     mode: the cache mode, by default that of the plan. plan: how it runs, by default as the conversion found.
-    max_positions: the most tokens of a row, by default what the model's configuration said. Raises SignatureError for a
-    module that is no decoder.
+    max_positions: the most tokens of a row, by default what the model's configuration said. kv_bits: 8 or 4, to keep
+    keys and values in so many bits an element, in groups of kv_group_size (see cache.Packing); None keeps them as they
+    are. Raises SignatureError for a module that is no decoder, CacheError for other bits or groups.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class Decoder:
         mode: Mode | None = None,
         plan: Plan | None = None,
         max_positions: int | None = None,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
     ):
         if rows < 1:
             raise DecoderError(f"{rows} rows", "at least one row")
@@ -67,7 +71,8 @@ class Decoder:
         self.mode: Mode = mode or self.plan.mode
         most = program.meta.get("max_positions")
         self.max_positions: int | None = max_positions or (most if isinstance(most, int) and 0 < most < 2**31 else None)
-        self.graph = Graph(module, self.signature, self.max_positions, self.plan.alone)
+        self.kinds = tuple(_kind(entry, kv_bits, kv_group_size) for entry in self.signature.entries)
+        self.graph = Graph(module, self.signature, self.max_positions, self.kinds, self.plan.alone)
         self.vocab = self.signature.vocab
         self.compilations = 0
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -75,15 +80,18 @@ class Decoder:
 
     @property
     def supports(self) -> frozenset[str]:
-        """What a run can do beside rows of their own lengths: "pages" and "forks" always, and "drafts".
+        """What a run can do beside rows of their own lengths: "pages" and "forks" always, "drafts" and "packed".
 
-        Several guesses in one call need a graph whose attention was rewritten onto the index, that gives logits of any
-        token, and that takes rows of several tokens at any time. In another graph the order of the columns is the order
-        of the tokens, and a state has all tokens in it, rejected ones too.
+        Several guesses or several prompts in one lane need a graph whose attention was rewritten onto the index, that
+        gives logits of any token, and that takes rows of several tokens at any time. In another graph the order of the
+        columns is the order of the tokens, and a state has all tokens in it, rejected ones too. A lane of several
+        prompts has no row of the graph's other inputs.
         """
+        always = frozenset({"pages", "forks"})
         several = self.plan == Plan(self.plan.mode) and not self.signature.states
-        drafts = several and self.signature.index and self.signature.ends
-        return frozenset({"pages", "forks", "drafts"} if drafts else {"pages", "forks"})
+        if not (several and self.signature.index and self.signature.ends):
+            return always
+        return always | ({"drafts"} if self.signature.given else {"drafts", "packed"})
 
     @property
     def grows(self) -> bool:
@@ -128,14 +136,23 @@ class Decoder:
         return min(bucket(length), max(length, self.max_positions or 2**31))
 
     def begin(
-        self, total: Sequence[int], inputs: Mapping[str, mx.array] | None = None, *, paged: bool = False, block: int = 1
+        self,
+        total: Sequence[int],
+        inputs: Mapping[str, mx.array] | None = None,
+        *,
+        paged: bool = False,
+        block: int = 1,
+        store: Store | None = None,
+        prompts: Sequence[Sequence[int]] = (),
     ) -> Run | Reread:
-        """A run without tokens.
+        """A run without tokens, or with those that are in `store` already.
 
         total: the most tokens that each row will hold, 0 for a padding row. inputs: arrays of the graph's other inputs
         (an encoder's outputs), one row for each row. paged: slots are handed out in pages of `block`, so that rows can
-        fork; otherwise each row has one run of slots. Raises DecoderError for a wrong number of rows or an input that
-        lacks.
+        fork; otherwise each row has one run of slots. store: pools of the decoder's `kinds` that outlive the run, which
+        is then paged as they are: each row begins with the most first tokens of its prompt, of `prompts`, that they
+        hold, as `Run.lengths` says; never with all of them. Raises DecoderError for a wrong number of rows, an input
+        that lacks, or other pools; CacheError for more tokens than the store takes.
         """
         if len(total) != self.rows:
             raise DecoderError(f"{len(total)} rows", f"{self.rows}")
@@ -144,7 +161,13 @@ class Decoder:
             raise DecoderError(f"the inputs {sorted(given)}", f"the graph's {sorted(self.signature.given)}")
         if not self.signature.carried:
             return Reread(self, total, given)
-        return Run(self, total, given, block if paged else None)
+        if store is None:
+            return Run(self, total, given, block if paged else None)
+        if given or store.kinds != self.kinds or len(prompts) != self.rows:
+            found = f"pools of {store.kinds}, the inputs {sorted(given)} and {len(prompts)} prompts"
+            expected = f"pools of {self.kinds}, no inputs but tokens and {self.rows} prompts"
+            raise DecoderError(found, expected, "give a store of this decoder's kinds, and a decoder of tokens alone")
+        return Run(self, total, given, store.block, store, prompts)
 
     def compiled(self, key: tuple[Any, ...], make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         """The compiled function of that key, made and counted at its first use."""
@@ -162,36 +185,67 @@ class Decoder:
 
     def write_function(self, seq: int, context: int, block: int) -> Callable[..., Any]:
         """The function that writes the keys and values of `seq` tokens into the pools."""
-        return self.compiled(("write", seq, context, block), lambda: steps.write(self.signature.entries, block))
+        return self.compiled(("write", seq, context, block), lambda: steps.write(self.kinds, block))
+
+
+def _kind(entry: Entry, bits: int | None, group_size: int) -> Kind:
+    """What a slot holds of the entry."""
+    dtype = ops.device_dtype(entry.dtype)
+    if bits is None:
+        return Kind(entry.heads, entry.dim, dtype)
+    packing = Packing.of(bits, group_size, entry.dim, dtype)
+    return Kind(entry.heads, packing.width, mx.uint32, packing)
 
 
 class Run:
     """One generation of a decoder's rows: it owns their pools and knows which slot holds which position of each row."""
 
-    def __init__(self, decoder: Decoder, total: Sequence[int], given: Mapping[str, mx.array], block: int | None):
-        self.decoder, self.given = decoder, given
+    def __init__(
+        self,
+        decoder: Decoder,
+        total: Sequence[int],
+        given: Mapping[str, mx.array],
+        block: int | None,
+        store: Store | None = None,
+        prompts: Sequence[Sequence[int]] = (),
+    ):
+        self.decoder, self.given, self.keeps = decoder, given, store is not None
         self.total = np.asarray(total, np.int32)
         self.lengths = np.zeros(decoder.rows, np.int32)
         self.paged = block is not None
         # Without pages each row is one block, so its slots are one run; its size is a bucket, so that runs share steps.
         self.block = block or stride(int(self.total.max()))
-        blocks = sum(-(-int(size) // self.block) for size in total) if self.paged else decoder.rows
-        self.slots = Slots(max(1, blocks) * self.block, self.block)
-        self._rows: list[int | None] = [self.slots.open()[0] if size else None for size in total]
-        entries = decoder.signature.entries
-        self.pools = Pools(
-            # The last row is spare: what padding would store goes there, and nothing reads it.
-            [mx.zeros((e.heads * self.slots.slots + 1, e.dim), ops.device_dtype(e.dtype)) for e in entries]
-        )
+        if store is None:
+            blocks = sum(-(-int(size) // self.block) for size in total) if self.paged else decoder.rows
+            self.store = Store(decoder.kinds, max(1, blocks) * self.block, self.block)
+            self._rows = [self.slots.open()[0] if size else None for size in total]
+        else:
+            self.store = store
+            self._rows, stored = store.open(prompts, total, alike=decoder.grows)
+            self.lengths = np.asarray(stored, np.int32)
         self.states = [
             mx.zeros(state.sizes(decoder.rows), ops.device_dtype(state.dtype)) for state in decoder.signature.states
         ]
         self._pending: tuple[list[mx.array], mx.array, mx.array] | None = None
         self._draft: list[int] | None = None
-        self.copies = 0
         # A step can be built while the one before it runs: Pools.evaluate waits for it, so no write meets its reads. On
         # the CPU backend the two share the cores and nothing is won.
         self.runs_ahead = decoder.signature.index and mx.default_device() == mx.gpu
+
+    @property
+    def slots(self) -> Slots:
+        """Who owns which slot."""
+        return self.store.slots
+
+    @property
+    def pools(self) -> Pools:
+        """The keys and values."""
+        return self.store.pools
+
+    @property
+    def copies(self) -> int:
+        """How many slots were copied, of pages that rows shared."""
+        return self.store.copies
 
     def step(self, tokens: Any, counts: Sequence[int], positions: Any = None) -> mx.array:
         """Lazy logits [rows, vocab] at the last real token of each row.
@@ -250,8 +304,39 @@ class Run:
             for row, count in zip(self._rows, new.tolist(), strict=True):
                 if count:
                     assert row is not None
-                    self._move(self.slots.append(row, count))
+                    self.store.append(row, count)
         self.lengths = self.lengths + new
+
+    def packed(self, prompts: Sequence[Sequence[int]], seq: int) -> mx.array:
+        """Lazy logits [rows, vocab] after prompts of rows that hold nothing yet, run in one lane of `seq` tokens.
+
+        prompts: one for each row, [] for none, whose logits are unspecified; seq: at least their sum. Raises
+        DecoderError for a decoder that doesn't support it, rows that hold tokens, or prompts that are too long.
+        """
+        counts = np.array([len(prompt) for prompt in prompts], np.int32)
+        if "packed" not in self.decoder.supports:
+            found, do = "several prompts in a lane of a graph whose attention isn't over pools", "run plain steps"
+            raise DecoderError(found, "one that the conversion rewrote", do)
+        if len(counts) != len(self.lengths) or (self.lengths * counts).any() or (counts > self.total).any():
+            found = f"prompts of {counts.tolist()} tokens for rows that hold {self.lengths.tolist()}"
+            raise DecoderError(found, f"prompts of at most {self.total.tolist()} tokens, for rows that hold none")
+        if not 0 < counts.sum() <= seq:
+            raise DecoderError(f"{counts.sum()} tokens in a lane of {seq}", "1 or more, as many as fit")
+        self._append(counts)
+        table = self._table(int(counts.max()))
+        lane = np.full((3, 1, seq), -1, np.int32)  # tokens, positions, slots
+        lane[0] = 0
+        ends, at = np.zeros((1, len(counts)), np.int32), 0
+        for row, (prompt, count) in enumerate(zip(prompts, counts.tolist(), strict=True)):
+            if count:
+                lane[:, 0, at : at + count] = prompt, range(count), table[row, :count]
+                at += count
+                ends[0, row] = at - 1
+        graph, block = self.decoder.graph, self.block
+        step = self.decoder.compiled(("packed", seq, block), lambda: steps.packed(graph, seq, block))
+        logits, pools = step(self.pools.take(), *map(mx.array, lane), mx.array(ends))
+        self.pools.put(pools)
+        return logits
 
     def draft(self, tokens: Any, sees: Any, depths: Any) -> mx.array:
         """Lazy logits [rows, n, vocab] after each of n guesses of each row, in one call; `accept` then keeps some of
@@ -284,7 +369,7 @@ class Run:
         last = self.lengths + depths.max(axis=1) + 1
         if depths.shape != (rows, seq) or (last > self.total).any():
             raise DecoderError(f"guesses up to {last.tolist()} tokens", f"at most {self.total.tolist()}")
-        context = bucket(int(self.lengths.max()))
+        context = bucket(int(last.max()))  # not only what the rows hold: a position is at most the table's last column
         table = mx.array(self._table(context))
         self._draft = [self.slots.open()[0] for _ in range(rows)]
         for sequence, depth in zip(self._draft, depths, strict=True):
@@ -357,10 +442,25 @@ class Run:
         pending = self._pending[0] if self._pending else []
         self.pools.evaluate(*arrays, *pending, *self.states, wait=wait)
 
+    def keep(self, texts: Sequence[Sequence[int] | None]) -> None:
+        """Lets later runs of the store find what the rows hold, once the steps so far are evaluated.
+
+        texts: the tokens of each row, from its first; those that no step took yet are left out. None keeps nothing.
+        """
+        self._write_pending()
+        self.evaluate()
+        for row, text, length in zip(self._rows, texts, self.lengths.tolist(), strict=True):
+            if row is not None and text is not None:
+                self.slots.keep(row, text[:length])
+
     def close(self) -> None:
-        """Gives the pools' memory back; the run is over."""
+        """The run is over. Gives the pools' memory back, unless they outlive it."""
         self._pending, self.states = None, []
-        self.pools.drop()
+        if self.keeps:
+            self.store.leave([*self._rows, *(self._draft or ())])
+            self._rows = []
+        else:
+            self.pools.drop()
 
     def _forked(self, parent: int) -> int | None:
         row = self._rows[parent]
@@ -373,22 +473,6 @@ class Run:
         columns = np.arange(width, dtype=np.int32)
         held = (columns < self.lengths[:, None]) & (columns < self.block)
         return np.where(held, np.arange(len(held), dtype=np.int32)[:, None] * self.block + columns, -1).astype(np.int32)
-
-    def _move(self, copies: list[tuple[int, int]]) -> None:
-        """Copies the slots of a page that two rows shared and one of them now writes."""
-        if not copies or not self.decoder.signature.entries:
-            return
-        self.copies += len(copies)
-        old, new = (np.array(side, np.int32) for side in zip(*copies, strict=True))
-        heads = {entry.heads for entry in self.decoder.signature.entries}
-        if len(heads) > 1:
-            raise DecoderError(
-                f"pools of {sorted(heads)} heads", "one number of heads where pages are copied", "use block=1"
-            )
-        # In a pool a page of each head follows the other (CacheIndex.heads).
-        head = np.arange(n := heads.pop(), dtype=np.int32)[:, None]
-        old, new = ((side // self.block * n + head) * self.block + side % self.block for side in (old, new))
-        self.pools.copy(old.ravel(), new.ravel())
 
     def _write_pending(self) -> None:
         """Writes the keys and values of the last step into the pools."""

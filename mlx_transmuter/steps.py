@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops
-from mlx_transmuter.cache import CacheIndex
+from mlx_transmuter.cache import CacheIndex, Kind, PackedPool
 from mlx_transmuter.entries import Entry
 from mlx_transmuter.module import Module
 from mlx_transmuter.signature import ENDS, INDEX, LANES, Mode, Signature
@@ -30,13 +30,14 @@ class DecoderError(ValueError):
 
 @dataclass(frozen=True)
 class Graph:
-    """What a step runs: the module, its signature, the most positions of a row (None: no limit), and whether the graph
-    takes one row.
+    """What a step runs: the module, its signature, the most positions of a row (None: no limit), what a slot of each
+    pool holds, and whether the graph takes one row.
     """
 
     module: Module
     signature: Signature
     max_positions: int | None
+    kinds: tuple[Kind, ...]
     alone: bool = False
 
 
@@ -79,6 +80,23 @@ def drafted(graph: Graph, seq: int) -> Callable[..., Any]:
     return run
 
 
+def packed(graph: Graph, seq: int, block: int) -> Callable[..., Any]:
+    """A step of prompts, one after another in one lane: (pools, tokens, places, slots, ends) → (logits [k, vocab],
+    pools').
+
+    tokens, places (positions; -1: padding) and slots are int32 [1, seq], ends int32 [1, k]: the tokens whose logits are
+    wanted.
+    """
+    signature, _ = CacheIndex.packed(seq, [[seq]]).walk()
+
+    def run(pools, tokens, places, slots, ends):
+        index = CacheIndex.from_walk(signature, [places]).keep(slots)
+        logits, pools, _ = _over_pools(graph, pools, tokens, index, block, ends, mx.maximum(places, 0), {})
+        return logits[0], pools
+
+    return run
+
+
 def _over_pools(graph, pools, tokens, index, block, ends, place, given):
     """The program over the pools: the logits of the tokens `ends` [rows, k] (of all, where it can't choose), the pools'
     and the states'.
@@ -93,10 +111,15 @@ def _over_pools(graph, pools, tokens, index, block, ends, place, given):
     feed |= small_inputs(graph, None, place, *tokens.shape[:2])
     if signature.ends:
         feed[ENDS] = ends
-    feed |= {entry.past: pool for entry, pool in zip(signature.entries, pools, strict=True)}
+    feed |= {
+        entry.past: PackedPool(pool, kind.packing) if kind.packing else pool
+        for entry, kind, pool in zip(signature.entries, graph.kinds, pools, strict=True)
+    }
     given_back = module(**feed)
+    after = [given_back[entry.present] for entry in signature.entries]
+    pools = [pool.rows if isinstance(pool, PackedPool) else pool for pool in after]
     states = [given_back[state.present] for state in signature.states]
-    return logits_of(graph, given_back), [given_back[entry.present] for entry in signature.entries], states
+    return logits_of(graph, given_back), pools, states
 
 
 def _kept(graph: Graph, given: Mapping[str, mx.array], states: list[mx.array], counts: mx.array) -> list[mx.array]:
@@ -179,7 +202,8 @@ def unrewritten(graph: Graph, mode: Mode, seq: int, context: int, block: int) ->
 
     def run(pools, tokens, lengths, counts, table, given, positions):
         rows = tokens.shape[0]
-        past, mask, fresh = cache(pools, lengths, counts, table, seq, context, signature.entries, block)
+        entries = list(zip(signature.entries, graph.kinds, strict=True))
+        past, mask, fresh = cache(pools, lengths, counts, table, seq, context, entries, block)
         feed: dict[str, Any] = dict(given)
         feed[signature.tokens] = tokens
         place = lengths[:, None] + mx.arange(seq, dtype=mx.int32) if positions is None else positions
@@ -208,7 +232,9 @@ def _append(pools, lengths, counts, table, seq, context, entries, block):
     """
     columns = lengths[:, None] - context + mx.arange(context, dtype=mx.int32)
     index = CacheIndex.make(lengths[:, None] - 1, table).select(columns[:, None])
-    past = [_read(index, pool, entry, block, squeeze=True) for pool, entry in zip(pools, entries, strict=True)]
+    past = [
+        _read(index, pool, entry, kind, block, squeeze=True) for pool, (entry, kind) in zip(pools, entries, strict=True)
+    ]
     real = mx.arange(seq, dtype=mx.int32) < counts[:, None]
     return past, mx.concatenate([columns >= 0, real], axis=1), lambda present, entry: present[:, context:]
 
@@ -216,7 +242,7 @@ def _append(pools, lengths, counts, table, seq, context, entries, block):
 def _in_place(pools, lengths, counts, table, seq, context, entries, block):
     """The past as a buffer into which the graph writes after as many rows as the mask counts, padding included."""
     index = CacheIndex.make(lengths[:, None] - 1, table)
-    past = [_read(index, pool, entry, block) for pool, entry in zip(pools, entries, strict=True)]
+    past = [_read(index, pool, entry, kind, block) for pool, (entry, kind) in zip(pools, entries, strict=True)]
     mask = mx.arange(context, dtype=mx.int32) < lengths[:, None] + seq
 
     def fresh(present, entry):
@@ -232,15 +258,16 @@ def _grow(pools, lengths, counts, table, seq, context, entries, block):
     rows = table.shape[0]
     if context:
         index = CacheIndex.make(lengths[:, None] - 1, table)
-        past = [_read(index, pool, entry, block) for pool, entry in zip(pools, entries, strict=True)]
+        past = [_read(index, pool, entry, kind, block) for pool, (entry, kind) in zip(pools, entries, strict=True)]
     else:
-        past = [mx.zeros(entry.sizes(rows, 0), pool.dtype) for pool, entry in zip(pools, entries, strict=True)]
+        past = [mx.zeros(entry.sizes(rows, 0), ops.device_dtype(entry.dtype)) for entry, _ in entries]
     return past, mx.ones((rows, context + seq), mx.bool_), lambda present, entry: present[:, context:]
 
 
-def _read(index: CacheIndex, pool: mx.array, entry: Entry, block: int, squeeze: bool = False) -> mx.array:
+def _read(index: CacheIndex, pool: mx.array, entry: Entry, kind: Kind, block: int, squeeze: bool = False) -> mx.array:
     """What the index reads of the pool, in the shape of the graph's past."""
     seen = index.heads(entry.heads, block).read(pool)
+    seen = kind.packing.unpack(seen) if kind.packing else seen
     seen = seen[:, 0] if squeeze else seen
     rows, length = seen.shape[0] // entry.heads, seen.shape[1]
     order = entry.order
@@ -248,12 +275,16 @@ def _read(index: CacheIndex, pool: mx.array, entry: Entry, block: int, squeeze: 
     return seen.reshape([sizes[axis] for axis in order]).transpose([order.index(axis) for axis in range(len(order))])
 
 
-def write(entries: Sequence[Entry], block: int) -> Callable[..., Any]:
+def write(kinds: Sequence[Kind], block: int) -> Callable[..., Any]:
+    """The function that writes the news of a step: (pools, news, places, table) → pools'."""
+
     def run(pools, news, places, table):
         index = CacheIndex.make(places, table)
         return [
-            index.heads(entry.heads, block).spare(pool.shape[0] - 1).store(new.astype(pool.dtype), pool)
-            for pool, new, entry in zip(pools, news, entries, strict=True)
+            index.heads(kind.heads, block)
+            .spare(pool.shape[0] - 1)
+            .store(kind.packing.pack(new) if kind.packing else new.astype(pool.dtype), pool)
+            for pool, new, kind in zip(pools, news, kinds, strict=True)
         ]
 
     return run

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_transmuter.cache.packing import BITS, GROUP_SIZES
 from mlx_transmuter.decoder import Decoder
 from mlx_transmuter.generation.errors import GenerationError
 from mlx_transmuter.generation.processors import Custom
@@ -23,6 +24,8 @@ class Context:
     processors: tuple[Custom, ...]
     token_logprobs: bool
     prefill_step_size: int | None
+    kv_bits: int | None
+    kv_group_size: int
     generation_config: Mapping[str, Any]
     options: Mapping[str, Any]
     assistant_model: Any = None
@@ -85,6 +88,8 @@ def context(
     num_beams: int | None = None,
     max_new_tokens: int | None = None,
     prefill_step_size: int | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
     assistant_model: Any = None,
     **options: Any,
 ) -> Context:
@@ -95,8 +100,10 @@ def context(
     `prompt`, `generated` (the last token first) and `vocab`, and returns an array of the same shape at each step;
     `process` takes the logits [vocab] of the row and that array and returns logits. num_beams, max_new_tokens and
     options are names of generation_config.json (`SETTINGS`). prefill_step_size: the most tokens of a prompt that one
-    step takes, of a decoder that takes prompts in parts. assistant_model: a smaller model of the same vocabulary, which
-    guesses tokens that the model then checks, several in one pass; the texts stay the same.
+    step takes, of a decoder that takes prompts in parts. kv_bits: 8 or 4, to keep keys and values in so many bits an
+    element, in groups of kv_group_size (32, 64 or 128), which changes the numbers (docs/caches.md says how much).
+    assistant_model: a smaller model of the same vocabulary, which guesses tokens that the model then checks, several in
+    one pass; the texts stay the same.
 
     Raises GenerationError for an unknown name, a value out of range, or a setting that is not supported.
     """
@@ -104,6 +111,9 @@ def context(
         raise GenerationError(
             "context", "a model of embeddings", "a decoder of token ids", "leave out embed and image_token"
         )
+    if kv_bits not in (None, *BITS) or kv_group_size not in GROUP_SIZES:
+        found = f"{kv_bits} bits in groups of {kv_group_size}"
+        raise GenerationError("kv_bits", found, f"{' or '.join(map(str, BITS))} bits in groups of 32, 64 or 128")
     if prefill_step_size is not None and prefill_step_size < 1:
         raise GenerationError("prefill_step_size", str(prefill_step_size), "at least 1")
     named = {"num_beams": num_beams, "max_new_tokens": max_new_tokens}
@@ -117,7 +127,17 @@ def context(
     if assistant_model is not None:
         _check_assistant(model, assistant_model, chosen)
     return Context(
-        model, chosen, tuple(given), pairs, token_logprobs, prefill_step_size, config, dict(options), assistant_model
+        model,
+        chosen,
+        tuple(given),
+        pairs,
+        token_logprobs,
+        prefill_step_size,
+        kv_bits,
+        kv_group_size,
+        config,
+        dict(options),
+        assistant_model,
     )
 
 
@@ -161,7 +181,8 @@ def compile(ctx: Context, batch_size: int, *, decoder: Any = None, assistant: An
     if batch_size < 1:
         raise GenerationError("batch_size", str(batch_size), "at least 1")
     if decoder is None:
-        decoder = Decoder(ctx.model.decoder, batch_size * ctx.settings.width)
+        rows = batch_size * ctx.settings.width
+        decoder = Decoder(ctx.model.decoder, rows, kv_bits=ctx.kv_bits, kv_group_size=ctx.kv_group_size)
     if ctx.assistant_model is not None:
         _check_drafts("assistant_model", decoder)
     elif ctx.settings.prompt_lookup_num_tokens:

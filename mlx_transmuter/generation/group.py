@@ -11,7 +11,7 @@ import numpy as np
 from mlx_transmuter.decoder import stride
 from mlx_transmuter.generation.batch import Batch
 from mlx_transmuter.generation.host import HostView
-from mlx_transmuter.generation.rows import Row, prompt_parts
+from mlx_transmuter.generation.rows import Row, packs, prompt_parts
 from mlx_transmuter.generation.state import State
 
 
@@ -40,21 +40,54 @@ class Group:
             slots = stride(max(total) + guesses)
             total = [slots if size else 0 for size in total]
         self.total = total
-        self.run = decoder.begin(total, inputs, paged=self.width > 1 or guesses > 0)
+        if batch.prompt_cache is None:
+            self.run = decoder.begin(total, inputs, paged=self.width > 1 or guesses > 0)
+        else:
+            prompts = [self._prompt(row) if total[row] and not row % self.width else [] for row in self.all]
+            self.run = decoder.begin(total, inputs, store=batch.prompt_cache.store, prompts=prompts)
+            self.lengths = self.run.lengths.tolist()
+        self._texts: dict[int, Row] = {}
         self.host = HostView(batch.settings, batch.ctx.processors, decoder.vocab, batch.prompts, batch.sources)
 
     def prefill(self) -> mx.array | None:
         """The logits after the prompts, [rows, vocab]; None if the run was cancelled.
 
-        A prompt runs in the first of its rows alone, and the others then continue it.
+        A prompt runs in the first of its rows alone, without what a prompt cache has of it, and the others then
+        continue it.
         """
-        prompts = {prompt * self.width: self.batch.prompts[prompt] for prompt in self.members}
-        last = read_in_parts(self.run, self.step, prompts, self.batch, self.batch.gen.decoder.prompts)
+        first = [prompt * self.width for prompt in self.members]
+        prompts = {row: self._prompt(row)[self.lengths[row] :] for row in first}
+        if lanes := self._lanes(prompts):
+            last = self._in_lanes(prompts, lanes)
+        else:
+            last = read_in_parts(self.run, self.step, prompts, self.batch, self.batch.gen.decoder.prompts)
         if last is None or self.width == 1:
             return last
         parents = [row // self.width * self.width for row in self.all]
         self.fork(parents)
         return last[mx.array(parents)]
+
+    def _lanes(self, prompts: Mapping[int, list[int]]) -> list[tuple[list[int], int]]:
+        """The lanes to run whole prompts in, several in one, where that takes fewer tokens; else none."""
+        if "packed" not in self.batch.gen.decoder.supports or self.batch.positions is not None or any(self.lengths):
+            return []
+        lengths = {row: len(prompt) for row, prompt in prompts.items()}
+        return packs(lengths, len(self.all), self.batch.ctx.prefill_step_size)
+
+    def _in_lanes(self, prompts: Mapping[int, list[int]], lanes: Sequence[tuple[list[int], int]]) -> mx.array | None:
+        """The logits after the prompts, from a step for each lane."""
+        last = None
+        for members, size in lanes:
+            if self.batch.cancelled:
+                return None
+            logits = self.run.packed([prompts[row] if row in members else [] for row in self.all], size)
+            for row in members:
+                self.lengths[row] = len(prompts[row])
+            ends = mx.array([row in members for row in self.all])[:, None]
+            last = logits if last is None else mx.where(ends, logits, last)
+            del logits
+            self.run.evaluate(last)
+        return last
 
     def step(self, tokens: np.ndarray | mx.array, counts: list[int]) -> mx.array:
         """The logits [rows, vocab] after tokens, int32 [rows, n], of which row r has the first counts[r]."""
@@ -63,6 +96,12 @@ class Group:
             places = self.batch.positions.at(self.lengths, tokens.shape[1], self.width)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         return self.run.step(tokens, counts, places)
+
+    def remember(self) -> None:
+        """Leaves the rows' texts in the prompt cache, where there is one; of a beam search, the prompts."""
+        if self.batch.prompt_cache is not None:
+            texts = {row: self._texts[row].text if row in self._texts else self._prompt(row) for row in self.rows}
+            self.run.keep([texts.get(row) for row in self.all])
 
     def guess(self, tokens: np.ndarray, sees: np.ndarray, depths: np.ndarray) -> mx.array:
         """The logits [rows, nodes, vocab] after each node of the rows' trees; `keep` then takes a path of each."""
@@ -82,7 +121,8 @@ class Group:
     def texts(self) -> dict[int, Row]:
         """The rows of the group's prompts, without new tokens."""
         batch = self.batch
-        return {row: Row(batch.prompts[row // self.width], batch.limits[row // self.width]) for row in self.rows}
+        self._texts = {row: Row(self._prompt(row), batch.limits[row // self.width]) for row in self.rows}
+        return self._texts
 
     def state(self, keys: list[mx.array]) -> tuple[State, State]:
         """What the processors know of the rows after their prompts, and the part of it that stays fixed."""
@@ -92,6 +132,9 @@ class Group:
         # Where positions end first, max_length still is what was asked for.
         ends = [len(prompt) + batch.ctx.new_tokens(len(prompt)) if prompt else 0 for prompt in prompts]
         return self.selection.begin(prompts, sources, ends, keys)
+
+    def _prompt(self, row: int) -> list[int]:
+        return self.batch.prompts[row // self.width]
 
 
 def read_in_parts(

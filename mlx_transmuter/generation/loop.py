@@ -13,6 +13,7 @@ from mlx_transmuter.generation.batch import Batch, Step, Stop
 from mlx_transmuter.generation.beam import Beams
 from mlx_transmuter.generation.context import Compiled
 from mlx_transmuter.generation.group import Group
+from mlx_transmuter.generation.prompt_cache import PromptCache
 from mlx_transmuter.generation.rows import CANCELLED, LENGTH, STOP, Result, listed
 from mlx_transmuter.generation.selection import row_keys
 from mlx_transmuter.generation.speculate import speculate
@@ -26,17 +27,19 @@ def run(
     *,
     stop: Sequence[Stop | None] | None = None,
     cancel: threading.Event | None = None,
+    prompt_cache: PromptCache | None = None,
 ) -> Generator[Step, None, list[Result]]:
     """Generates after each prompt; yields a Step after each token of a group of prompts, and returns the Results.
 
     prompts, seeds, inputs: as for `generate`. With num_return_sequences n, prompt i has the texts i × n to i × n + n -
     1. stop: per prompt None, or a function of a text's new tokens that ends it as an eos does; the token that ends it
     stays. cancel, set from any thread, ends the run after the token at hand, and so does closing the generator. A beam
-    search yields its steps when its texts are known.
+    search yields its steps when its texts are known. prompt_cache: what it has of a prompt isn't computed again, and at
+    the end it has the prompts and texts of this run, also of one that was ended early.
 
-    Raises GenerationError at once for wrong prompts, seeds or inputs.
+    Raises GenerationError at once for wrong prompts, seeds or inputs, or a prompt cache of another model.
     """
-    return _steps(Batch(gen, prompts, seeds, inputs or {}, stop, cancel))
+    return _steps(Batch(gen, prompts, seeds, inputs or {}, stop, cancel, prompt_cache))
 
 
 def _steps(batch: Batch) -> Generator[Step, None, list[Result]]:
@@ -49,6 +52,10 @@ def _steps(batch: Batch) -> Generator[Step, None, list[Result]]:
                 yield from _search(group)
             else:
                 yield from speculate(group) if batch.gen.guesses else _choose(group)
+            group.remember()
+        except GeneratorExit:  # a run given up between two steps; after any other end its slots may be half written
+            group.remember()
+            raise
         finally:
             group.run.close()
     return batch.results

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,6 +11,9 @@ import numpy as np
 
 from mlx_transmuter.generation.errors import GenerationError
 from mlx_transmuter.generation.guesses import Guesses
+
+# The most tokens of a lane of several prompts.
+PACKED = 512
 
 # Why a text ends. "cancelled" is for a run that its caller gave up.
 STOP, LENGTH, CANCELLED = "stop", "length", "cancelled"
@@ -97,6 +100,32 @@ def prompt_parts(length: int, most: int | None = None, how: str = "parts") -> li
         parts.append(part)
         length -= part
     return parts
+
+
+def packs(lengths: Mapping[int, int], rows: int, most: int | None = None) -> list[tuple[list[int], int]]:
+    """(rows, size) of each lane of size tokens that runs these rows' prompts; [] where that wins too little.
+
+    lengths: row → its prompt's. Steps of all rows take rows × the longest; the lanes must save more than a quarter of
+    it, for each size is a shape to compile. There are eight sizes an octave. Prompts stay whole, in lanes of at most
+    PACKED tokens, or `most`: every token is weighed against every other of its lane.
+    """
+    limit, lanes = min(PACKED, most or PACKED), []
+    longest = max(lengths.values())
+    if longest > limit:
+        return []
+    for row, length in lengths.items():
+        if not lanes or lanes[-1][1] + length > limit:
+            lanes.append(([], 0))
+        members, total = lanes[-1]
+        lanes[-1] = [*members, row], total + length
+    sized = [(members, min(limit, _lane(total))) for members, total in lanes]
+    taken = sum(size for _, size in sized)
+    return sized if 4 * taken < 3 * rows * longest else []
+
+
+def _lane(length: int) -> int:
+    step = max(1, (1 << (length - 1).bit_length()) // 16)
+    return -(-length // step) * step
 
 
 def integers(name: str, values: Iterable[Any]) -> list[int]:

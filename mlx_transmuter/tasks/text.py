@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import generation as loop
-from mlx_transmuter.generation import GenerationError
+from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.model import Model
 
 Steps = Generator[loop.Step, None, list[loop.Result]]
@@ -65,6 +65,7 @@ def generation(
     *,
     token_logprobs: bool = False,
     chat_template_vars: Mapping[str, Any] | None = None,
+    prompt_cache: PromptCache | None = None,
     assistant_model: Model | None = None,
     **settings: Any,
 ) -> TextGeneration:
@@ -72,11 +73,13 @@ def generation(
 
     settings: names of generation_config.json, which go before the model's own; stop_strings among them. The eos ids of
     the model's files and its tokenizer are joined unless eos_token_id is given. chat_template_vars: what the chat
-    template reads besides the messages. assistant_model: a smaller model of the same tokenizer, whose guesses `model`
-    checks several at once; prompt_lookup_num_tokens among the settings takes them from the text itself. The texts are
-    the same with either as without. Raises GenerationError for an unknown name or a value out of range.
+    template reads besides the messages. prompt_cache: what is computed stays there, so that a later prompt which begins
+    like an earlier one, or its text, runs only its own tail. assistant_model: a smaller model of the same tokenizer,
+    whose guesses `model` checks several at once; prompt_lookup_num_tokens among the settings takes them from the text
+    itself. The texts are the same with any of them as without. Raises GenerationError for an unknown name or a value
+    out of range.
     """
-    return TextGeneration(model, token_logprobs, chat_template_vars or {}, assistant_model, settings)
+    return TextGeneration(model, token_logprobs, chat_template_vars or {}, assistant_model, settings, prompt_cache)
 
 
 class TextGeneration:
@@ -89,8 +92,9 @@ class TextGeneration:
         template_vars: Mapping[str, Any],
         assistant: Model | None,
         settings: dict[str, Any],
+        prompt_cache: PromptCache | None = None,
     ):
-        self.tokenizer = model.tokenizer
+        self.tokenizer, self.prompt_cache = model.tokenizer, prompt_cache
         self.template_vars = dict(template_vars)
         if "eos_token_id" not in settings and (eos := eos_token_ids(model)):
             settings = {**settings, "eos_token_id": eos}
@@ -183,7 +187,8 @@ class TextGeneration:
             raise GenerationError("seed", f"{len(seeds)} seeds", f"one, or one for each of {len(ids)} prompts")
         padding = size - len(ids)
         stop = self._stops if self.stop_strings else None
-        return loop.run(self._compiled[size], [*ids, *[[]] * padding], [*seeds, *[0] * padding], stop=[stop] * size)
+        prompts, seeds = [*ids, *[[]] * padding], [*seeds, *[0] * padding]
+        return loop.run(self._compiled[size], prompts, seeds, stop=[stop] * size, prompt_cache=self.prompt_cache)
 
     def _pieces(self, prompt_tokens: int, steps: Steps) -> Generator[Piece, None, None]:
         decoder = self.tokenizer.stream() if self.tokenizer else None

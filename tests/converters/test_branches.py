@@ -163,13 +163,22 @@ def test_branches_that_agree_leave_one(tmp_path):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-def test_a_graph_for_one_token_at_a_time_takes_its_prompts_so(tmp_path):
-    model = mixing(toy.decoder())
-    found = converted(model, tmp_path)
+@pytest.mark.parametrize("told", ["by its name", "by its shape"])
+def test_a_graph_for_one_token_at_a_time_takes_its_prompts_so(told, tmp_path):
+    model, name = mixing(toy.decoder()), "decoder_with_past_model.onnx" if told == "by its name" else "model.onnx"
+    if told == "by its shape":
+        model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 1
+    found = load_folder(convert(toy.write(tmp_path / "source", model, name), name, tmp_path / "out", progress=False))
     assert found.decoder.program.meta["prompts"] == "single"
     singles = [[token] for token in [*IDS, 2]]
-    for one, other in zip(stepped(found, singles), toy.steps(model, singles), strict=True):
+    for one, other in zip(stepped(found, singles), toy.steps(mixing(toy.decoder()), singles), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_a_graph_whose_steps_say_something_else_than_its_prompts_is_refused(tmp_path):
+    """Nothing says which of the two is meant."""
+    with pytest.raises(ConvertError, match="disagrees with its graph"):
+        converted(mixing(toy.decoder()), tmp_path)
 
 
 def test_a_graph_that_takes_no_empty_cache_is_refused_by_name(tmp_path):

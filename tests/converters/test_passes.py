@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import FIXTURES, NAMES
 
-from converters.match import Declined, Graph, apply
+from converters.match import Declined, Graph, apply, renamed
 from converters.names import name_weights
 from converters.passes import IN_GRAPH, OVER_POOLS, rewrite
 from converters.passes.attention import attention
@@ -420,3 +420,13 @@ def test_positions_that_are_shaped_once_for_two_uses_are_shaped_twice():
     assert reads["rows"][0] == shared.outputs[0]
     assert reads[shared.outputs[0]][0] != "position_ids"
     assert reads[f"{shared.outputs[0]}.positions"][0] == "position_ids"
+
+
+def test_a_value_may_have_the_name_of_an_input_of_programs_over_pools():
+    """Exporters of today call values "index"; over pools that is the name of an input."""
+    program = graph("llama")
+    old = next(node.outputs[0] for node in program.nodes if node.op.startswith("Cos"))
+    after, _ = rewrite(renamed(program, {old: INDEX}), (*IN_GRAPH, *OVER_POOLS))
+    assert after.input(INDEX) is not None
+    assert [node.outputs for node in after.nodes if node.op.startswith("Cos")] == [(f"{INDEX}.value",)]
+    after.validate()

@@ -122,7 +122,7 @@ def replay(monkeypatch):
     """A function that makes text generation give these tokens, as `generation.run` does for one prompt."""
 
     def tokens(ids, ended):
-        def run(gen, prompts, seeds, *, stop):
+        def run(gen, prompts, seeds, *, stop, **_):
             for n in range(1, len(ids) + 1):
                 stopped = stop[0] is not None and stop[0](ids[:n])
                 last = stopped or (n == len(ids) and not ended)
