@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import math
 import shutil
+import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
-from converters import prove
+from converters import prove, quantize
 from converters.card import card
 from converters.errors import ConvertError
 from converters.match import Record, Rewrite
@@ -25,6 +27,7 @@ from converters.passes import IN_GRAPH, OVER_POOLS, rewrite
 from converters.read import read
 from converters.tensors import Tensor
 from mlx_transmuter import ops, weights
+from mlx_transmuter.changes import Changes, Quantization
 from mlx_transmuter.hub import COMPANIONS, TEMPLATES
 from mlx_transmuter.model import PROGRAM, load_module, read_json
 from mlx_transmuter.module import LARGEST, Module
@@ -33,12 +36,21 @@ from mlx_transmuter.signature import INDEX, Mode, Signature, SignatureError, dec
 from mlx_transmuter.tokenizer import Tokenizer
 
 
-def convert(source: Path, file: str, out: Path, *, progress: bool = True, base_model: str | None = None) -> Path:
+def convert(
+    source: Path,
+    file: str,
+    out: Path,
+    *,
+    progress: bool = True,
+    base_model: str | None = None,
+    changes: Changes = Changes(),  # noqa: B008 it is frozen
+) -> Path:
     """Converts the ONNX decoder `file` of the folder `source` into the folder `out`, and gives `out`.
 
     `out` is replaced if it is a converted folder, and must be absent or empty otherwise. Until the converted module has
     been proved against the graph, everything lies in a temporary folder beside `out`; whatever ends a conversion, an
-    error or Ctrl-C, leaves `out` as it was. base_model: the repository that the source is, for the card.
+    error or Ctrl-C, leaves `out` as it was. base_model: the repository that the source is, for the card. changes: what
+    the conversion changes about the graph's numbers.
 
     Raises ConvertError for a file that cannot be converted, for a module that disagrees with the graph, for a full
     disk.
@@ -52,7 +64,7 @@ def convert(source: Path, file: str, out: Path, *, progress: bool = True, base_m
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".partial", dir=out.parent) as temporary:
             staged = Path(temporary) / "model"
             staged.mkdir()
-            _convert_into(staged, source, path, progress, base_model)
+            _convert_into(staged, source, path, progress, base_model, changes)
             _put_in_place(staged, out, Path(temporary) / "old")
     except ops.OperatorError as problem:
         raise ConvertError(path, problem.found, problem.expected, problem.do, problem.node) from problem
@@ -107,8 +119,12 @@ def _put_in_place(staged: Path, out: Path, old: Path) -> None:
         raise
 
 
-def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_model: str | None) -> None:
+def _convert_into(
+    folder: Path, source: Path, path: Path, progress: bool, base_model: str | None, changes: Changes
+) -> None:
     graph = read(path, progress=progress)
+    if changes.quantize:
+        quantize.check(graph, path)
     graph = name_weights(graph.select(outputs(value.name for value in graph.outputs)))
     signature = Signature.of(graph)
     if signature.given:
@@ -128,7 +144,10 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
     case = prove.Case.random(signature.vocab, lengths)
     limit = _tolerance(graph)
     found = _over_pools(folder, _in_graph(folder, graph, path, case, limit, progress), case, limit, progress)
-    program = found.program
+    program, meta = found.program, {}
+    if changes.quantize:
+        found = replace(found, module=None)  # its weights in floats are needed no more
+        program, meta["quantization"] = _quantized(folder, found, changes.quantize, path, case, progress)
     program.meta = {
         "cache_mode": found.mode,
         "max_positions": min((count for count in (most, _rows(program)) if count), default=None),
@@ -142,6 +161,7 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
         "nodes": {"read": len(graph.nodes), "kept": len(program.nodes)},
         "rewrites": [{"name": r.name, "held": r.held, "declined": r.declined} for r in found.records],
         "source": {"file": path.name, **({"base_model": base_model} if base_model else {})},
+        **meta,
     }
     program.save(folder / PROGRAM)
     load_module(folder)
@@ -153,7 +173,7 @@ class _Proved:
     """A program whose logits agreed with the graph's: its module, its mode, and how far off each trial was."""
 
     program: Program
-    module: Module
+    module: Module | None
     records: list[Record]
     mode: Mode
     errors: dict[str, Any]
@@ -187,6 +207,7 @@ def _in_graph(folder: Path, graph: Program, path: Path, case: prove.Case, limit:
 
 def _over_pools(folder: Path, found: _Proved, case: prove.Case, limit: float, progress: bool) -> _Proved:
     """The program over pools, if it agrees, else as it was. The mode stays that of the graph as it is."""
+    assert found.module is not None
     program, records = rewrite(found.program, OVER_POOLS)
     if program.input(INDEX) is None:
         return replace(found, records=found.records + records)
@@ -197,6 +218,35 @@ def _over_pools(folder: Path, found: _Proved, case: prove.Case, limit: float, pr
     if program.weights.keys() != found.program.weights.keys():
         _save_weights(folder, program, progress)
     return replace(found, program=program, records=found.records + records, errors=errors)
+
+
+def _quantized(
+    folder: Path, found: _Proved, wanted: Quantization, path: Path, case: prove.Case, progress: bool
+) -> tuple[Program, dict[str, Any]]:
+    """The program with its layers quantised, its weights in the folder, and what to record: what was quantised, and
+    how far that moves the logits of the proof.
+    """
+    program, kept = quantize.quantize(found.program, wanted, path)
+    _save_weights(folder, program, progress)
+    logits = prove.run(Module(program, weights.load(folder, program)), found.mode, case)
+    far = prove.error(logits, found.wanted)
+    if far == math.inf:
+        raise ConvertError(path, f"no finite logits in {wanted.name}", "a model that can be quantised", "use more bits")
+    layers = Counter(layer["bits"] for layer in program.layers.values() if "bits" in layer)
+    if progress:
+        say = ", ".join(f"{count} in {bits} bits" for bits, count in sorted(layers.items()))
+        say = f"quantised {sum(layers.values())} layers: {say}, groups of {wanted.group_size}"
+        for why, count in Counter(kept.values()).items():
+            say += f"; {count} stay as they are ({next(one for one in kept if kept[one] == why)}): {why}"
+        print(f"mlx-transmuter: {say}", file=sys.stderr)
+    return program, {
+        "name": wanted.name,
+        "group_size": wanted.group_size,
+        "layers": {str(bits): count for bits, count in sorted(layers.items())},
+        "kept": kept,
+        "error": far,
+        "divergence": prove.divergence(logits, found.wanted),
+    }
 
 
 def _copy_companions(source: Path, path: Path, folder: Path) -> dict[str, Path]:

@@ -125,6 +125,18 @@ def error(found: list[list[np.ndarray]], wanted: list[list[np.ndarray]]) -> floa
     return worst
 
 
+def divergence(found: list[list[np.ndarray]], wanted: list[list[np.ndarray]]) -> float:
+    """How far the next token's distribution is from the wanted one's: the mean Kullback-Leibler divergence in nats."""
+    far = []
+    for one, other in (
+        (o, t) for row, truth in zip(found, wanted, strict=True) for o, t in zip(row, truth, strict=True)
+    ):
+        logs = [x.astype(np.float64) - np.logaddexp.reduce(x.astype(np.float64)) for x in (one, other)]
+        chance = np.exp(logs[1])
+        far.append(float(np.sum(chance * (logs[1] - logs[0]), where=chance > 0)))
+    return float(np.mean(far)) if far else 0.0
+
+
 def modes(declared: Mode) -> tuple[Mode, ...]:
     """The modes to try, the fastest first. A graph that counts its positions from the mask runs over a buffer
     undeclared.

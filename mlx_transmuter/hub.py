@@ -13,11 +13,12 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from mlx_transmuter.changes import Changes, Quantization
 from mlx_transmuter.program import VERSION
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def convert(
     dtype: str | None = None,
     revision: str | None = None,
     progress: bool = True,
+    quantize: str | Mapping[str, Any] | None = None,
 ) -> Path:
     """Converts the decoder of a source into the folder `out`, and returns that folder.
 
@@ -82,10 +84,16 @@ def convert(
     fp16, q8 (_quantized), int8, uint8, q4, q4f16, bnb4. With neither, the most precise one there is, said in one line.
     `revision`: a branch, tag or commit; one that was downloaded before is used as it is, without asking the hub.
 
+    `quantize`: how to quantise the linear layers and embeddings of a float graph, as mlx_lm does: "4bit" (2, 3, 4, 5,
+    6 or 8), a recipe (mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6), or a dict of `bits` or `recipe`, and `group_size`
+    (32, 64 or 128; 64 where it isn't said). A layer whose columns are no multiple of the group stays as it is, and is
+    named. The conversion is proved in floats first; what quantising does to its logits is measured and recorded.
+
     `out` must be new, empty, or an earlier conversion, which is replaced only when the new one is whole. Raises
     HubError where the source or `out` is not what it should be, and the converter's ConvertError where the file cannot
-    be converted; either way `out` is left as it was.
+    be converted (or quantised), ChangeError for a change that there is none of; `out` is left as it was.
     """
+    changes = Changes(Quantization.of(quantize) if quantize is not None else None)
     out = Path(out).expanduser()
     found, file = _find(source, file, revision)
     if "program.json" in found.names:
@@ -96,7 +104,7 @@ def convert(
         )
     name = _choose(found, file, dtype, progress)
     folder = _fetch_model(found, name, progress)
-    return _converter()(folder, name, out, progress=progress, base_model=found.repo)
+    return _converter()(folder, name, out, progress=progress, base_model=found.repo, changes=changes)
 
 
 def load(

@@ -15,6 +15,7 @@ PACKAGES = ("mlx_transmuter", "converters")
 # program <- ops <- module <- decoder <- generation <- tasks <- cli, with cache and tokenizer on their own.
 ARROWS: dict[str, set[str]] = {
     "program": set(),
+    "changes": set(),
     "cache": set(),
     "tokenizer": set(),
     "ops": {"program", "cache"},
@@ -25,11 +26,11 @@ ARROWS: dict[str, set[str]] = {
     "steps": {"cache", "ops", "signature", "module"},
     "decoder": {"cache", "ops", "signature", "module", "steps"},
     "generation": {"program", "cache", "ops", "signature", "module", "decoder", "model"},
-    "hub": {"program", "model", "converters"},
+    "hub": {"program", "changes", "model", "converters"},
     "tasks": {"program", "tokenizer", "model", "generation"},
-    "cli": {"program", "tokenizer", "model", "generation", "tasks", "hub"},
+    "cli": {"program", "changes", "tokenizer", "model", "generation", "tasks", "hub"},
     "converters": {
-        "program", "cache", "tokenizer", "ops", "signature", "weights", "module", "model", "decoder", "hub"
+        "program", "changes", "cache", "tokenizer", "ops", "signature", "weights", "module", "model", "decoder", "hub"
     },
     # What a user imports: the names of all of them.
     "__init__": {"generation", "hub", "model", "tasks"},

@@ -34,7 +34,7 @@ def conversions(monkeypatch):
     """A converter that writes what it was given: (the files of the folder, the file)."""
     seen = []
 
-    def convert(folder, file, out, *, progress=True, base_model=None):
+    def convert(folder, file, out, *, progress=True, base_model=None, changes=None):
         seen.append((folder, file))
         out.mkdir()
         (out / "program.json").write_text(json.dumps([file, (folder / file).read_bytes().decode("latin-1")]))

@@ -108,6 +108,17 @@ def _parser() -> argparse.ArgumentParser:
         help="where the converted folder goes (default: mlx_model)",
     )  # fmt: skip
     _file_arguments(convert)
+    convert.add_argument(
+        "--quantize", "-q", action="store_true", help="quantise linear layers and embeddings of a float model"
+    )
+    convert.add_argument("--q-bits", type=int, metavar="BITS", help="bits of a weight: 2, 3, 4, 5, 6 or 8 (default: 4)")
+    convert.add_argument(
+        "--q-group-size", type=int, metavar="N", help="weights that share a scale: 32, 64 or 128 (default: 64)"
+    )
+    convert.add_argument(
+        "--quant-predicate", metavar="RECIPE",
+        help="more bits for the layers that need them: mixed_2_6, mixed_3_4, mixed_3_6 or mixed_4_6",
+    )  # fmt: skip
 
     inspect = command("inspect", "print a model's cache mode, inputs, operators, size and rewrites")
     inspect.add_argument("source", nargs="?", metavar="SOURCE", help="the same as --model")

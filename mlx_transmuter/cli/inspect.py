@@ -48,6 +48,7 @@ def facts(model: Model) -> dict[str, Any]:
         "operators": dict(Counter(node.op for node in program.all_nodes()).most_common()),
         "rewrites": meta.get("rewrites", []),
         "proof": meta.get("proof"),
+        "quantization": meta.get("quantization"),
     }
 
 
@@ -80,6 +81,11 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines += [f"         declined {count}: {reason}" for reason, count in rewrite["declined"].items()]
     if proof := found["proof"]:
         lines.append(f"proof        logits within {proof['error']:.1e} of their spread (limit {proof['limit']:.0e})")
+    if made := found["quantization"]:
+        layers = ", ".join(f"{count} in {bits} bits" for bits, count in made["layers"].items())
+        lines.append(
+            f"quantised    {layers}, groups of {made['group_size']}: logits move by {made['error']:.1e} of that"
+        )
     return lines
 
 
