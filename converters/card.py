@@ -44,6 +44,12 @@ def card(program: Program, config: dict[str, Any], folder: Path) -> str:
         ),
         f"- {meta['nodes']['read']} nodes were read, {meta['nodes']['kept']} are left.",
     ]
+    if made := meta.get("cast"):
+        rows += [
+            "",
+            f"Then converted to {made['dtype']}: on the same prompts, logits within {made['error']:.1e} of the",
+        ]
+        rows += [f"graph's spread (limit {made['limit']:.0e})."]
     if quantization := meta.get("quantization"):
         rows += ["", *_quantization(quantization)]
     if not (folder / "tokenizer.json").is_file():

@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
-from converters import prove, quantize
+from converters import cast, prove, quantize
 from converters.card import card
 from converters.errors import ConvertError
 from converters.match import Record, Rewrite
@@ -144,7 +144,10 @@ def _convert_into(
     case = prove.Case.random(signature.vocab, lengths)
     limit = _tolerance(graph)
     found = _over_pools(folder, _in_graph(folder, graph, path, case, limit, progress), case, limit, progress)
-    program, meta = found.program, {}
+    meta: dict[str, Any] = {}
+    if changes.dtype and not cast.is_in(found.program, changes.dtype):
+        found, meta["cast"] = _cast(folder, found, changes.dtype, path, case, limit, progress)
+    program = found.program
     if changes.quantize:
         found = replace(found, module=None)  # its weights in floats are needed no more
         program, meta["quantization"] = _quantized(folder, found, changes.quantize, path, case, progress)
@@ -218,6 +221,23 @@ def _over_pools(folder: Path, found: _Proved, case: prove.Case, limit: float, pr
     if program.weights.keys() != found.program.weights.keys():
         _save_weights(folder, program, progress)
     return replace(found, program=program, records=found.records + records, errors=errors)
+
+
+def _cast(
+    folder: Path, found: _Proved, dtype: str, path: Path, case: prove.Case, limit: float, progress: bool
+) -> tuple[_Proved, dict[str, Any]]:
+    """The program in another float type, its weights in the folder, and what to record: how far its logits are from
+    the graph's. Raises ConvertError where they are further than that type allows.
+    """
+    found = replace(found, module=None)  # its weights are needed no more
+    program = cast.cast(found.program, dtype, path)
+    _save_weights(folder, program, progress)
+    limit = max(limit, prove.TOLERANCES[dtype])
+    far = prove.error(prove.run(Module(program, weights.load(folder, program)), found.mode, case), found.wanted)
+    if far > limit:
+        logits = f"logits that differ by {far:.1e} of their spread in {dtype}"
+        raise ConvertError(path, logits, f"at most {limit:g}", "use bfloat16 or float32")
+    return replace(found, program=program), {"dtype": dtype, "error": far, "limit": limit}
 
 
 def _quantized(

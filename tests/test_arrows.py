@@ -16,6 +16,7 @@ PACKAGES = ("mlx_transmuter", "converters")
 ARROWS: dict[str, set[str]] = {
     "program": set(),
     "changes": set(),
+    "userdir": set(),
     "cache": set(),
     "tokenizer": set(),
     "ops": {"program", "cache"},
@@ -26,7 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "steps": {"cache", "ops", "signature", "module"},
     "decoder": {"cache", "ops", "signature", "module", "steps"},
     "generation": {"program", "cache", "ops", "signature", "module", "decoder", "model"},
-    "hub": {"program", "changes", "model", "converters"},
+    "hub": {"program", "changes", "userdir", "model", "converters"},
     "tasks": {"program", "tokenizer", "model", "generation"},
     "cli": {"program", "changes", "tokenizer", "model", "generation", "tasks", "hub"},
     "converters": {

@@ -229,6 +229,17 @@ def test_another_machine_is_told_what_it_needs(run, monkeypatch):
 # Convert and inspect.
 
 
+def test_convert_to_a_float_type(run, tmp_path):
+    out = tmp_path / "out"
+    assert run("convert", "--model", LLAMA, "-o", out, "--dtype", "float16", "-q", "--q-group-size", 32)[0] == 0
+    facts = json.loads(run("inspect", out, "--json")[1])
+    assert facts["cast"]["dtype"] == "float16"
+    assert set(facts["parameters"]) == {"float16", "float32", "uint32"}
+    assert "converted    to float16" in run("inspect", out)[1]
+    assert "Then converted to float16" in (out / "README.md").read_text()
+    assert run("generate", "--model", out, "-p", "Hi", "-m", 3)[0] == 0
+
+
 def test_convert_quantises(run, tmp_path):
     code, stdout, err = run(
         "convert", "--hf-path", LLAMA, "--mlx-path", tmp_path / "out", "-q", "--q-bits", 8, "--q-group-size", 32

@@ -139,7 +139,8 @@ def _file_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", metavar="NAME", help="the ONNX file inside the source, such as onnx/model_q4.onnx")
     parser.add_argument(
         "--dtype", type=_dtype, metavar="DTYPE",
-        help="pick the file by its dtype: fp32 fp16 q4 q4f16 q8 int8 uint8 bnb4 (default: the most precise)",
+        help="pick the file by its dtype: fp32 fp16 q4 q4f16 q8 int8 uint8 bnb4 (default: the most precise); "
+        "or convert to a float type: float16 bfloat16 float32",
     )  # fmt: skip
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the repository")
 
@@ -200,8 +201,9 @@ def _text_file(name: str) -> str:
 
 
 def _dtype(text: str) -> str:
+    from mlx_transmuter.changes import FLOATS
     from mlx_transmuter.hub import DTYPES
 
-    if text not in DTYPES:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {' '.join(DTYPES)}")
+    if text not in (*DTYPES, *FLOATS):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {' '.join((*DTYPES, *FLOATS))}")
     return text
