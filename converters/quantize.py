@@ -5,16 +5,14 @@ Each weight is read, quantised and checked by itself when it is saved, so that n
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 
 from converters.errors import ConvertError
 from converters.recipes import bits_of
-from converters.tensors import Tensor
+from converters.tensors import Tensor, parts
 from mlx_transmuter import ops
 from mlx_transmuter.changes import Quantization
 from mlx_transmuter.program import Node, Program, Weight
@@ -108,24 +106,6 @@ def _arrays(layer: str, weight: Tensor, bits: int, group: int, path: Path) -> di
         f"{layer}.scales": Tensor(kind, (rows, columns // group), scales),
         f"{layer}.biases": Tensor(kind, (rows, columns // group), biases),
     }
-
-
-def parts(make: Callable[[], tuple[mx.array, ...]], count: int) -> list[Callable[[], np.ndarray]]:
-    """A function for each of the arrays that `make` gives. It runs once where they are asked for one after the other;
-    what nobody has asked for yet is all that is kept of it.
-    """
-    left: dict[int, mx.array] = {}
-
-    def part(at: int) -> Callable[[], np.ndarray]:
-        def read() -> np.ndarray:
-            if at not in left:
-                left.update(enumerate(make()))
-                mx.eval(list(left.values()))
-            return np.array(left.pop(at))
-
-        return read
-
-    return [part(at) for at in range(count)]
 
 
 def within_bound(floats: mx.array, weight: mx.array, scales: mx.array, biases: mx.array, bits: int) -> bool:

@@ -1,5 +1,6 @@
 """The `mlx.nn` layers that a program may name, so that MLX's own tools (`nn.quantize`, `tree_flatten`) find them."""
 
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
@@ -27,9 +28,12 @@ def layer(kind: str, **options) -> nn.Module:
 
 
 @op("mlx.linear")
-def linear(x, projection: Layer):
-    """x [..., in] through the layer: [..., out]. MatMul with a constant matrix, and the Add of a bias after it."""
-    return projection(x)
+def linear(x, projection: Layer, *, pad: int = 0):
+    """x [..., in] through the layer: [..., out]. MatMul with a constant matrix, and the Add of a bias after it.
+
+    pad: columns of zeros after x's own, for a quantised layer whose last group is not full.
+    """
+    return projection(mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)]) if pad else x)
 
 
 @op("mlx.embedding")
