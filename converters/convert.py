@@ -24,6 +24,7 @@ from converters.errors import ConvertError
 from converters.match import Record, Rewrite
 from converters.names import name_weights
 from converters.passes import IN_GRAPH, OVER_POOLS, rewrite
+from converters.passes.joined import joined
 from converters.read import read
 from converters.tensors import Tensor
 from mlx_transmuter import ops, weights
@@ -143,7 +144,10 @@ def _convert_into(
     lengths = _proof_lengths(config) if not prove.is_dynamic(graph) else [prove.ONE_PART]
     case = prove.Case.random(signature.vocab, lengths)
     limit = _tolerance(graph)
-    found = _over_pools(folder, _in_graph(folder, graph, path, case, limit, progress), case, limit, progress)
+    # A recipe has its own bits for the values' projection, so it must not be one product with others.
+    first = tuple(one for one in IN_GRAPH if one is not joined or not (changes.quantize and changes.quantize.recipe))
+    found = _in_graph(folder, graph, path, case, limit, progress, first)
+    found = _over_pools(folder, found, case, limit, progress)
     meta: dict[str, Any] = {}
     if changes.dtype and not cast.is_in(found.program, changes.dtype):
         found, meta["cast"] = _cast(folder, found, changes.dtype, path, case, limit, progress)
@@ -183,10 +187,20 @@ class _Proved:
     wanted: list[list[np.ndarray]]
 
 
-def _in_graph(folder: Path, graph: Program, path: Path, case: prove.Case, limit: float, progress: bool) -> _Proved:
-    """The graph after the rewrites that leave its past and present, as many as agree; its weights are in the folder."""
+def _in_graph(
+    folder: Path,
+    graph: Program,
+    path: Path,
+    case: prove.Case,
+    limit: float,
+    progress: bool,
+    rewrites: tuple[Rewrite, ...] = IN_GRAPH,
+) -> _Proved:
+    """The graph after the `rewrites`, which leave its past and present, as many as agree; its weights are in the
+    folder.
+    """
     signature, errors = Signature.of(graph), {}
-    for order in _orders():
+    for order in _orders(rewrites):
         try:
             program, records = rewrite(graph, order)
             _save_weights(folder, program, progress)
@@ -201,7 +215,7 @@ def _in_graph(folder: Path, graph: Program, path: Path, case: prove.Case, limit:
         _check_logits(wanted, signature.vocab, path)
         mode, errors = prove.best_mode(module, declared, case, wanted, limit)
         if mode is not None:
-            records += [_dropped(one) for one in IN_GRAPH if one not in order]
+            records += [_dropped(one) for one in rewrites if one not in order]
             return _Proved(program, module, records, mode, errors, wanted)
     found = f"a module that disagrees with its graph ({errors})"
     do = "report the model: its conversion is wrong and was thrown away"
@@ -287,15 +301,15 @@ def _copy_companions(source: Path, path: Path, folder: Path) -> dict[str, Path]:
     return origins
 
 
-def _orders() -> Iterator[tuple[Rewrite, ...]]:
+def _orders(rewrites: tuple[Rewrite, ...]) -> Iterator[tuple[Rewrite, ...]]:
     """The rewrites to try: all; without one, a late one first; then fewer and fewer, since each builds on those before
     it.
     """
-    yield IN_GRAPH
-    for one in reversed(IN_GRAPH):
-        yield tuple(other for other in IN_GRAPH if other is not one)
-    for count in range(len(IN_GRAPH) - 2, -1, -1):
-        yield IN_GRAPH[:count]
+    yield rewrites
+    for one in reversed(rewrites):
+        yield tuple(other for other in rewrites if other is not one)
+    for count in range(len(rewrites) - 2, -1, -1):
+        yield rewrites[:count]
 
 
 def _dropped(one: Rewrite) -> Record:

@@ -74,7 +74,7 @@ def _plain_row(module: Module, signature: Signature, parts: list[list[int]]) -> 
             feed[signature.branch] = np.array([length > 0])
         if signature.keep:
             feed[signature.keep] = np.zeros([1] * len(inputs[signature.keep].shape or ()), np.int64)
-        given = module(**feed)
+        given = module.eagerly(**feed)
         cache = {e.past: given[e.present] for e in signature.entries}
         length += len(part)
         mx.eval(given)

@@ -70,6 +70,15 @@ class Module(nn.Module):
 
         Raises ProgramError for an input missing or unknown, OperatorError where a node cannot run.
         """
+        return self._run(inputs, eager=False)
+
+    def eagerly(self, **inputs: mx.array | np.ndarray) -> dict[str, mx.array]:
+        """The same outputs, also where shapes depend on values on the device, which are then computed on the way: for
+        a graph as its exporter meant it, not for a step that is compiled.
+        """
+        return self._run(inputs, eager=True)
+
+    def _run(self, inputs: dict[str, mx.array | np.ndarray], eager: bool) -> dict[str, mx.array]:
         names = {value.name for value in self._program.inputs}
         if missing := sorted(names - inputs.keys()):
             raise ProgramError(
@@ -80,7 +89,7 @@ class Module(nn.Module):
                 "the call of the module", f"an input {', '.join(unknown)}", f"only {', '.join(sorted(names))}"
             )
         values: dict[str, Any] = {name: owner[key] for name, (owner, key) in self._places.items()}
-        walk = _Walk(values | inputs, known=set(values), last_reads=self._last_reads)
+        walk = _Walk(values | inputs, set(values), self._last_reads, eager)
         walk.run(self._program)
         return {value.name: walk.device(value.name) for value in self._program.outputs}
 
@@ -88,11 +97,12 @@ class Module(nn.Module):
 class _Walk:
     """One walk over a program: the values so far, and the device copies of those on the host."""
 
-    def __init__(self, values: dict[str, Any], known: set[str], last_reads: dict[int, list[str]]):
+    def __init__(self, values: dict[str, Any], known: set[str], last_reads: dict[int, list[str]], eager: bool = False):
         self.values = values
         self.known = known  # device values that depend on no input, which the host can therefore have too
         self.copies: dict[str, mx.array] = {}
         self.last_reads = last_reads
+        self.eager = eager  # whether the host may wait for any value of the device
 
     def run(self, program: Program) -> None:
         self.values.update(program.constants)
@@ -154,7 +164,7 @@ class _Walk:
         """The value as numpy. Raises OperatorError for one that is known only when the step runs."""
         value = self.values[name]
         if isinstance(value, mx.array):
-            if name not in self.known:
+            if name not in self.known and not self.eager:
                 raise ops.OperatorError(
                     f"{parameter} ({name!r}) depending on values that are known only when the step runs",
                     f"a {parameter} that follows from shapes and constants",
@@ -181,7 +191,10 @@ class _Walk:
         def call(*inputs: Any) -> list[Any]:
             names = [value.name for value in program.inputs]
             walk = _Walk(
-                self.values | dict(zip(names, inputs, strict=True)), self.known | set(names if known else ()), {}
+                self.values | dict(zip(names, inputs, strict=True)),
+                self.known | set(names if known else ()),
+                {},
+                self.eager,
             )
             walk.copies = {name: copy for name, copy in self.copies.items() if name not in names}
             walk.run(program)

@@ -41,7 +41,7 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     makers = dict.fromkeys(architectures.CONFIGS, exports.make) | variants.VARIANTS
-    makers |= {f"sweep/{name}": sweep.make for name in architectures.CONFIGS}
+    makers |= {f"sweep/{name}": sweep.make for name in architectures.CONFIGS if name not in architectures.NO_SWEEP}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="name", help=", ".join(makers))
     for name in parser.parse_args().names or makers:

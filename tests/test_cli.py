@@ -245,10 +245,10 @@ def test_convert_quantises(run, tmp_path):
         "convert", "--hf-path", LLAMA, "--mlx-path", tmp_path / "out", "-q", "--q-bits", 8, "--q-group-size", 32
     )
     assert (code, stdout) == (0, f"{tmp_path / 'out'}\n")
-    assert "14 in 8 bits, groups of 32" in err
+    assert "8 in 8 bits, groups of 32" in err
     facts = json.loads(run("inspect", tmp_path / "out", "--json")[1])
-    assert facts["quantization"]["layers"] == {"8": 14}
-    assert "14 in 8 bits" in run("inspect", tmp_path / "out")[1]
+    assert facts["quantization"]["layers"] == {"8": 8}
+    assert "8 in 8 bits" in run("inspect", tmp_path / "out")[1]
     assert run("generate", "--model", tmp_path / "out", "-p", "Hi", "-m", 3)[0] == 0
 
 

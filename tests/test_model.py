@@ -21,7 +21,7 @@ def test_a_converted_folder_is_a_model(converted):
     assert model.tokenizer is not None
     assert (model.encoder, model.embed, model.vision) == (None, None, None)
     names = {name for name, _ in tree_flatten(model.decoder.parameters())}
-    assert "model.layers.1.self_attn.q_proj.weight" in names
+    assert {f"model.layers.1.self_attn.{name}_proj.weight" for name in ("qkv", "o")} <= names
     assert names == set(model.decoder.program.weights)
 
 

@@ -203,7 +203,7 @@ def test_nn_quantize_swaps_the_layers_that_run():
     found = np.array(module(ids=IDS)["y"])
     assert not np.array_equal(found, plain)
     np.testing.assert_allclose(found, plain, atol=0.02 * np.ptp(plain))
-    assert "QuantizedMatmul" in primitives(lambda ids: module(ids=ids)["y"], IDS)
+    assert "QuantizedMatmul" in primitives(lambda ids: module(ids=ids)["y"], IDS[:, :1])
 
 
 def test_a_swapped_layer_is_the_one_that_runs():

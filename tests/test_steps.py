@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 
 import mlx.core as mx
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 from decoding import decoded, plain, powers, prefill, rows_of, tokens_of
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_transmuter import generation
+from mlx_transmuter import generation, steps
 from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.ops import cached
 
 # Compilations.
 
@@ -128,8 +130,8 @@ WIDE = (mx.float64, mx.int64, mx.uint64, mx.complex64)
 MOST_INDEX_ARRAYS = 20
 
 
-def lacking(function, *args) -> list[str]:
-    """What Metal lacks among the operations of a function of arrays: empty for one that runs there."""
+def parts(function, *args) -> list[dict]:
+    """What MLX exports of a function of arrays: its constants and its operations."""
     given_arrays = [leaf for _, leaf in tree_flatten(list(args)) if isinstance(leaf, mx.array)]
 
     def flat(*arrays):
@@ -137,10 +139,15 @@ def lacking(function, *args) -> list[str]:
         found = function(*tree_map(lambda leaf: next(left) if isinstance(leaf, mx.array) else leaf, list(args)))
         return tuple(leaf for _, leaf in tree_flatten(found) if isinstance(leaf, mx.array))
 
-    parts: list[dict] = []
-    mx.export_function(parts.append, flat, *given_arrays)
+    found: list[dict] = []
+    mx.export_function(found.append, flat, *given_arrays)
+    return found
+
+
+def lacking(function, *args) -> list[str]:
+    """What Metal lacks among the operations of a function of arrays: empty for one that runs there."""
     problems, count = [], 0
-    for part in parts:
+    for part in parts(function, *args):
         if part["type"] == "constants":
             problems += [f"a constant of {array.dtype}" for _, array in part["constants"] if array.dtype in WIDE]
         if part["type"] != "primitive":
@@ -198,6 +205,7 @@ def test_a_step_holds_nothing_that_metal_lacks(name, pooled, loaded, monkeypatch
         return call
 
     monkeypatch.setattr(mx, "compile", watching)
+    monkeypatch.setattr(cached, "_has_kernel", lambda: True)  # as on Metal
     settings = {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.9, "repetition_penalty": 1.2}
     ctx = generation.context(model, max_new_tokens=3, eos_token_id=[], token_logprobs=True, **settings)
     generation.generate(generation.compile(ctx, 2), [[5, 6, 7], [9] * 11], [0, 1])
@@ -205,6 +213,23 @@ def test_a_step_holds_nothing_that_metal_lacks(name, pooled, loaded, monkeypatch
     assert len(names) >= 2, names
     for function, inputs in calls.values():
         assert lacking(function, *inputs) == [], function.__qualname__
+
+
+def test_a_token_of_one_row_moves_nothing_but_its_keys(loaded):
+    """A step pays for each operation, so products get what they want as it lies: of a layer's six, and the head, none
+    is turned or laid flat; the one transpose is that of the keys."""
+    decoder = Decoder(loaded("llama").decoder, 1)
+    run = decoder.begin([40])
+    step = steps.pooled(decoder.graph, 1, 64, run.block, False)
+    arrays = (mx.array([[5]]), mx.array([3]), mx.array([1]))
+    found = parts(lambda *given: step(list(given[:-3]), *given[-3:], None, {}, None), *run.pools.arrays, *arrays)
+    count = Counter(part["name"] for part in found if part["type"] == "primitive")
+    layers = 2
+    assert count["Matmul"] == 6 * layers + 2  # and the angles of the rotation
+    assert count["Transpose"] <= layers + 1  # and one of the rotation's angles
+    assert count["Unflatten"] == 0
+    assert count["ScatterAxis"] == count["AsStrided"] == 2 * layers
+    assert count["Reshape"] <= 9 * layers + 1
 
 
 # Memory.

@@ -2,17 +2,21 @@
 
 1. fold: what depends on constants alone is computed now; later rewrites then see constants where exporters wrote
 chains.
+   experts: before the rewrites that walk the graph, which they can't while the sizes of a step depend on its values.
 2. positions: a graph that takes positions from the length of its cache gets an input for them, so that it runs over a
 buffer;
    before settle, which would leave fewer nodes to tell positions from columns by.
 3. settle: shapes that are the same in steps of every size become constants, and nodes that change nothing go.
+   unpacked: onnxruntime's Attention gives its projections away, before linear, which makes a layer of them.
 4. embedding: before linear, so that a head tied to the embedding finds its table.
-5. linear, quantized: products with a constant matrix become layers; flat: these take rows of any shape.
+5. linear, quantized: products with a constant matrix become layers; flat: these take rows of any shape; joined: those
+   of one input become one.
 6. norms, rotary, gates: one node for what exporters write in several.
 7. attention: after settle, which leaves of the repeated keys and of the reshapes only what matters; the past and the
-present
-   become pools, and the mask, which nothing reads any more, goes. group_query: the same for onnxruntime's own operator.
+   present become pools, and the mask, which nothing reads any more, goes. group_query: the same for the operator that
+   brings its rotation.
 8. last: after attention, since only a program over pools is told which tokens are the last.
+9. heads: after all that look for a transpose; together: what heads found of one product.
 """
 
 from __future__ import annotations
@@ -22,10 +26,13 @@ from dataclasses import replace
 from converters.match import Record, Rewrite, apply
 from converters.passes.attention import attention
 from converters.passes.embedding import embedding
+from converters.passes.experts import experts
 from converters.passes.flat import flat
 from converters.passes.fold import fold
 from converters.passes.gates import gates
 from converters.passes.group_query import group_query
+from converters.passes.heads import heads
+from converters.passes.joined import joined
 from converters.passes.last import last
 from converters.passes.linear import linear
 from converters.passes.norms import norms
@@ -33,11 +40,27 @@ from converters.passes.positions import positions
 from converters.passes.quantized import quantized
 from converters.passes.rotary import rotary
 from converters.passes.settle import settle
+from converters.passes.together import together
+from converters.passes.unpacked import unpacked
 from mlx_transmuter.program import Program
 
 # What leaves past and present as they are, and what makes pools of them.
-IN_GRAPH: tuple[Rewrite, ...] = (fold, positions, settle, embedding, linear, quantized, flat, norms, rotary, gates)
-OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last)
+IN_GRAPH: tuple[Rewrite, ...] = (
+    fold,
+    experts,
+    positions,
+    settle,
+    unpacked,
+    embedding,
+    linear,
+    quantized,
+    flat,
+    joined,
+    norms,
+    rotary,
+    gates,
+)
+OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last, heads, together)
 
 
 def rewrite(program: Program, order: tuple[Rewrite, ...]) -> tuple[Program, list[Record]]:

@@ -7,17 +7,28 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from converters.match import Answer, Become, Declined, Graph, is_kind
+from converters.match import Answer, Declined, Graph, is_kind
 from converters.observe import Observation
-from converters.passes.attention import checked
-from mlx_transmuter.program import Node, Value
-from mlx_transmuter.signature import INDEX, LANES, Entry
+from converters.passes.layers import Layer, over_pools
+from converters.passes.masks import Mask
+from converters.passes.past import Part
+from converters.passes.whole import Parts, joined
+from mlx_transmuter.program import Node
+from mlx_transmuter.signature import INDEX, Entry
 
 _KIND = "com.microsoft.GroupQueryAttention"
+_INPUTS = (
+    "query", "key", "value", "past_key", "past_value", "lengths", "total", "cos", "sin", "positions", "added", "sinks",
+    "k_scale", "v_scale", "q_norm", "k_norm", "counts",
+)  # fmt: skip
+_UNKNOWN = {"k_scale", "v_scale", "counts"}
 # Attributes that the rewrite has a form of; another one must have no effect.
-_KNOWN = {"num_heads", "kv_num_heads", "scale", "softcap", "local_window_size", "do_rotary", "rotary_interleaved"}
+_KNOWN = {
+    "num_heads", "kv_num_heads", "scale", "softcap", "local_window_size", "do_rotary", "rotary_interleaved",
+    "q_norm_epsilon", "k_norm_epsilon", "qk_norm_epsilon",
+}  # fmt: skip
 _NEUTRAL = {
-    "smooth_softmax": (-1, 0),
+    "smooth_softmax": (-1, 0, 1),
     "qk_output": (0,),
     "causal": (1,),
     "k_quant_type": ("NONE",),
@@ -29,88 +40,72 @@ _POSITIONS = "index.positions"
 
 
 def group_query(graph: Graph) -> Iterator[Answer]:
-    """GroupQueryAttention(q, k, v, past) → rotary and mlx.attention over pools, at the positions of the index."""
-    seen = Observation.of(graph.program)
+    """GroupQueryAttention(q, k, v, past) → rotary and mlx.attention over pools, at the index's positions."""
+    nodes = [node for node in graph.nodes if is_kind(node, _KIND)]
+    seen = Observation.of(graph.program) if nodes else None
     if seen is None or seen.signature.index:
         return
-    nodes = [node for node in graph.nodes if is_kind(node, _KIND)]
     entries = {entry.past: entry for entry in seen.signature.entries}
-    answers = []
-    given: set[str] = set()
+    layers = []
     for node in nodes:
-        problem = _problem(graph, node, entries)
+        given = {name: value for name, value in zip(_INPUTS, node.inputs, strict=False) if value}
+        problem = _problem(node, given, entries)
         if problem:
             yield Declined(node, problem)
             return
-        answers.append(_rewritten(node, entries[node.inputs[3]], given))
-    if not nodes:
-        return
-    if sorted(name for node in nodes for name in node.inputs[3:5]) != sorted(entries):
-        yield Declined(nodes[0], "a part of the cache is used by something else than attention")
-        return
-    yield from checked(graph, seen.signature, answers, nodes[0])
+        layers.append(_layer(node, given, entries))
+    yield from over_pools(graph, seen.signature, layers)
 
 
-def _problem(graph: Graph, node: Node, entries: dict[str, Entry]) -> str | None:
+def _problem(node: Node, given: dict[str, str], entries: dict[str, Entry]) -> str | None:
     """Why the node can't run over pools, or None."""
-    inputs = dict(enumerate(node.inputs))
-    if any(inputs.get(i) for i in range(9, len(node.inputs))):
-        return "it has inputs beyond the rotary tables"
+    if unknown := sorted(_UNKNOWN & given.keys()):
+        return f"it has {unknown[0]}"
     for name, value in node.attrs.items():
-        if name not in _KNOWN and not name.endswith("_epsilon") and value not in _NEUTRAL.get(name, ()):
+        if name not in _KNOWN and value not in _NEUTRAL.get(name, ()):
             return f"its {name} is {value!r}"
-    if inputs.get(3) not in entries or inputs.get(4) not in entries or any(node.outputs[3:]):
+    if given.get("past_key") not in entries or given.get("past_value") not in entries or any(node.outputs[3:]):
         return "its past is no input of the graph, or its scores are wanted"
-    if bool(inputs.get(1)) != bool(inputs.get(2)):
+    if ("key" in given) != ("value" in given):
         return "it has keys or values alone"
     return None
 
 
-def _rewritten(node: Node, entry: Entry, given: set[str]) -> Become:
-    attrs = node.attrs
-    heads, kv, dim, out = int(attrs["num_heads"]), int(attrs["kv_num_heads"]), entry.dim, node.outputs[0]
-    names = {part: f"{out}.{part}" for part in ("q", "k", "v")}
-    constants: dict[str, np.ndarray] = {}
-    nodes: list[Node] = []
-    sources = dict(zip("qkv", node.inputs[:3], strict=False))
-    if not sources.get("k"):
-        sizes = f"{out}.sizes"
-        constants[sizes] = np.array([heads * dim, kv * dim, kv * dim], np.int64)
-        sources = {part: f"{name}.flat" for part, name in names.items()}
-        nodes.append(Node("Split-18", (node.inputs[0], sizes), tuple(sources.values()), {"axis": -1}))
-    rotated = bool(attrs.get("do_rotary", 0))
-    if rotated and _POSITIONS not in given:
-        given.add(_POSITIONS)
-        nodes.append(Node("mlx.positions", (INDEX,), (_POSITIONS,)))
-    for part, name in names.items():
-        shape = f"{name}.shape"
-        constants[shape] = np.array([0, 0, heads if part == "q" else kv, dim], np.int64)
-        turned = f"{name}.flat4" if rotated and part != "v" else name
-        nodes.append(Node("Reshape-5", (sources[part], shape), (f"{name}.4",)))
-        nodes.append(Node("Transpose-1", (f"{name}.4",), (turned,), {"perm": [0, 2, 1, 3]}))
-        if turned != name:
-            tables = (_POSITIONS, *node.inputs[7:9])
-            interleaved = {"interleaved": int(attrs.get("rotary_interleaved", 0))}
-            nodes.append(Node("com.microsoft.RotaryEmbedding-1", (turned, *tables), (name,), interleaved))
-    window = max(0, int(attrs.get("local_window_size", -1)))
-    shown = f"seen.{window}" if window else "seen"
-    if shown not in given:
-        given.add(shown)
-        nodes.append(Node("mlx.visible", (INDEX,), (shown,), {"window": window} if window else {}))
-    scale = {"scale": float(attrs.get("scale", 0.0)) or 1 / math.sqrt(dim)}
-    cap = {"softcap": float(attrs["softcap"])} if attrs.get("softcap") else {}
-    flat = f"{out}.shape"
-    constants[flat] = np.array([0, 0, heads * dim], np.int64)
-    nodes += [
-        Node(
-            "mlx.attention",
-            (names["q"], names["k"], names["v"], *node.inputs[3:5], LANES, shown),
-            (f"{out}.heads", *node.outputs[1:3]),
-            scale | cap,
-            node.name,
-        ),
-        Node("Transpose-1", (f"{out}.heads",), (f"{out}.turned",), {"perm": [0, 2, 1, 3]}),
-        Node("Reshape-5", (f"{out}.turned", flat), (out,)),
-    ]
-    inputs = (Value(INDEX, "cache_index", None), Value(LANES, "cache_index", None))
-    return Become(node, tuple(nodes), constants=constants, inputs=inputs)
+def _layer(node: Node, given: dict[str, str], entries: dict[str, Entry]) -> Layer:
+    attrs, made = node.attrs, Parts(node.outputs[0])
+    keys, values = Part(entries[given["past_key"]]), Part(entries[given["past_value"]])
+    counts = {"q": int(attrs["num_heads"]), "k": int(attrs["kv_num_heads"]), "v": int(attrs["kv_num_heads"])}
+    flat = [given["query"], given.get("key", ""), given.get("value", "")]
+    if not flat[1]:
+        sizes = [counts["q"] * keys.size, counts["k"] * keys.size, counts["v"] * values.size]
+        flat = made.split(flat[0], sizes, ("q.flat", "k.flat", "v.flat"))
+    q, k, v = (made.heads(x, counts[part], part) for part, x in zip("qkv", flat, strict=True))
+    if "q_norm" in given and "k_norm" in given:
+        eps = float(attrs.get("qk_norm_epsilon", 1e-6))
+        q_eps, k_eps = (float(attrs.get(f"{part}_norm_epsilon", eps)) for part in "qk")
+        q = made.node("mlx.rms_norm", (q, given["q_norm"]), "q.normed", eps=q_eps)
+        k = made.node("mlx.rms_norm", (k, given["k_norm"]), "k.normed", eps=k_eps)
+    if attrs.get("do_rotary", 0):
+        places = given.get("positions")
+        if places is None:
+            places = _POSITIONS
+            made.nodes.append(Node("mlx.positions", (INDEX,), (places,)))
+        interleaved = int(attrs.get("rotary_interleaved", 0))
+        tables = (places, given["cos"], given["sin"])
+        q, k = (
+            made.node("com.microsoft.RotaryEmbedding-1", (x, *tables), f"{part}.rotated", interleaved=interleaved)
+            for part, x in (("q", q), ("k", k))
+        )
+    window = int(attrs.get("local_window_size", -1))
+    masks = [Mask("", "causal")]
+    masks += [Mask("", "window", window)] if window > 0 else []
+    masks += [Mask(given["added"], "add")] if "added" in given else []
+    sinks = given.get("sinks")
+    if sinks is None and attrs.get("smooth_softmax", 0) == 1:
+        sinks = made.constant("sinks", np.zeros(counts["q"], np.float32))
+    scale = float(attrs.get("scale", 0.0)) or 1 / math.sqrt(keys.size)
+    output, after, shape = joined(node.outputs[0])
+    return Layer(
+        node, q, k, v, keys, values, scale, output, float(attrs.get("softcap", 0.0)), tuple(masks), sinks,
+        before=tuple(made.nodes), after=after, constants=made.constants | shape,
+    )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import mlx.core as mx
 
 
@@ -20,9 +22,11 @@ def store_rows(pool: mx.array, slots: mx.array, values: mx.array, spare: int | N
     if pool.size == 0 or values.size == 0:
         return pool
     if spare is not None:
-        pool = mx.reshape(pool, pool.shape)  # an array of our own: a[i] = v changes a, and the caller's must stay
-        pool[mx.where((slots >= 0) & (slots < pool.shape[0]), slots, spare)] = values
-        return pool
+        at = mx.where((slots >= 0) & (slots < pool.shape[0]), slots, spare)
+        flat = (values.shape[0], math.prod(pool.shape[1:]))
+        rows = pool.reshape(pool.shape[0], flat[1])
+        at = mx.broadcast_to(at[:, None], flat)
+        return mx.put_along_axis(rows, at, values.reshape(flat), axis=0).reshape(pool.shape)
     rows = pool.reshape(pool.shape[0], -1)
     size = rows.shape[1] * rows.dtype.size
     word = mx.uint32 if size % 4 == 0 else mx.uint16 if size % 2 == 0 else mx.uint8
@@ -44,7 +48,9 @@ def read_rows(pool: mx.array, slots: mx.array, live: mx.array) -> mx.array:
 
 def read_runs(pool: mx.array, rows: int, stride: int, context: int) -> mx.array:
     """The first context slots of each of rows runs of stride slots, [rows, context, ...]: a view of the pool."""
-    return pool[: rows * stride].reshape(rows, stride, *pool.shape[1:])[:, :context]
+    inner = pool.shape[1:]
+    sizes = [math.prod(inner[axis:]) for axis in range(len(inner) + 1)]
+    return mx.as_strided(pool, (rows, context, *inner), (stride * sizes[0], *sizes))
 
 
 def zeroed(values: mx.array, live: mx.array) -> mx.array:

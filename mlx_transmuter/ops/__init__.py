@@ -14,6 +14,7 @@ from mlx_transmuter.ops import (  # noqa: F401
     creation,
     fused,
     gathering,
+    heads,
     layers,
     linear_attention,
     losses,

@@ -34,44 +34,79 @@ def alibi(index, seen, *, slopes):
 
 
 @op("mlx.attention")
-def attention(q, k, v, keys, values, lanes, seen, *, scale: float, softcap: float = 0.0):
+def attention(q, k, v, keys, values, lanes, seen, sinks=None, *, scale: float, softcap: float = 0.0):
     """Attention of q over what the cache holds, this step's k and v included: (output, keys', values').
 
-    q [rows, heads, seq, dim]; k, v [rows, kv, seq, dim]; keys, values: pools [kv · slots, dim]; seen: bool [rows, 1,
-    seq, context] or an additive mask [rows, heads, seq, context]. softcap: scores become c · tanh(score / c). The
-    output is [rows, heads, seq, dim]; heads share the keys of heads / kv heads. q may come as [rows · heads, seq, dim];
-    so does the output then.
+    q [rows, heads, seq, dim]; k, v [rows, kv, seq, dim]; keys, values: pools [kv · slots, dim]; without values, keys is
+    one pool for both, [2 kv · slots, dim] or [kv · slots, 2 dim], and (output, keys') comes back. seen: bool [rows, 1,
+    seq, context] or an additive mask [rows, heads, seq, context]. sinks [heads]: a score of no column in each softmax.
+    softcap: scores become c · tanh(score / c). The output is [rows, heads, seq, dim]; heads share the keys of heads /
+    kv heads. q may come as [rows · heads, seq, dim]; so does the output then.
     """
     rows, kv, seq, dim = k.shape
     if q.ndim == 3:
-        out, keys, values = attention(
-            q.reshape(rows, -1, seq, dim), k, v, keys, values, lanes, seen, scale=scale, softcap=softcap
+        out, *pools = attention(
+            q.reshape(rows, -1, seq, dim), k, v, keys, values, lanes, seen, sinks, scale=scale, softcap=softcap
         )
-        return out.reshape(q.shape[0], seq, -1), keys, values
-    # A module may have been cast since its pools got their type.
-    k, v = k.reshape(rows * kv, seq, dim).astype(keys.dtype), v.reshape(rows * kv, seq, v.shape[3]).astype(values.dtype)
+        return (out.reshape(q.shape[0], seq, -1), *pools)
     # The pools of a run are its own and hold no NaN, so columns that nobody sees needn't be made zero.
-    k, keys = lanes.extend(k, keys, zero=False)
-    v, values = lanes.extend(v, values, zero=False)
-    k, v = k.reshape(rows, kv, -1, dim), v.reshape(rows, kv, -1, v.shape[2])
-    if softcap:
-        return _capped(q, k, v, seen, scale, softcap), keys, values
-    if seen.dtype != mx.bool_:
-        seen = seen.astype(q.dtype)
-    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=seen), keys, values
+    if values is None:
+        k, v, *pools = _both(k, v, keys, lanes)
+    else:
+        # A module may have been cast since its pools got their type.
+        k = k.reshape(rows * kv, seq, dim).astype(keys.dtype)
+        v = v.reshape(rows * kv, seq, v.shape[3]).astype(values.dtype)
+        k, keys = lanes.extend(k, keys, zero=False)
+        v, values = lanes.extend(v, values, zero=False)
+        pools = (keys, values)
+    seen = seen if seen.dtype == mx.bool_ else seen.astype(q.dtype)
+    sinks = None if sinks is None else sinks.astype(q.dtype)
+    if softcap or not _has_kernel():
+        return _explicit(q, k, v, seen, sinks, scale, softcap), *pools
+    k, v = (held.reshape(rows, kv, -1, held.shape[2]) for held in (k, v))
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=seen, sinks=sinks), *pools
 
 
-def _capped(q, k, v, seen, scale: float, softcap: float):
-    """The explicit form, for scores that are bounded before the softmax, which mx.fast has no form of."""
+def _both(k, v, pool, lanes):
+    """What the cache holds of keys and of values in one pool, k and v included, each [rows · kv, context, dim], and
+    the pool.
+    """
+    rows, _, seq, dim = k.shape
+    axis = 1 if pool.shape[1] == dim else 3  # values after the keys of all heads, or after those of each
+    new = mx.concatenate([k, v], axis=axis).astype(pool.dtype)
+    held, pool = lanes.extend(new.reshape(-1, seq, new.shape[3]), pool, zero=False)
+    held = held.reshape(rows, new.shape[1], -1, new.shape[3])
+    return *(part.reshape(-1, *part.shape[2:]) for part in mx.split(held, [k.shape[axis]], axis=axis)), pool
+
+
+def _has_kernel() -> bool:
+    """Whether mx.fast has a kernel of attention; on the CPU it multiplies each key once for every query that shares
+    it."""
+    return mx.default_device() != mx.cpu
+
+
+def _explicit(q, k, v, seen, sinks, scale: float, softcap: float):
+    """Attention written out, one product for all the query heads that share a key's head.
+
+    k, v: [rows · kv, context, dim].
+    """
     rows, heads, seq, dim = q.shape
-    kv = k.shape[1]
-    scores = (q * scale).reshape(rows, kv, -1, dim) @ k.swapaxes(2, 3)
-    scores = mx.tanh(scores * (1 / softcap)) * softcap
-    scores = scores.reshape(rows, heads, seq, -1)
+    scores = (q * scale).reshape(k.shape[0], -1, dim) @ k.swapaxes(1, 2)
+    if softcap:
+        scores = mx.tanh(scores * (1 / softcap)) * softcap
+    shape = scores.shape
+    if seen.shape[:3] == (1, 1, 1):  # one token sees the same in all heads
+        seen = seen.squeeze(0)
+    else:
+        scores = scores.reshape(rows, heads, seq, -1)
     lowest = mx.array(mx.finfo(scores.dtype).min, scores.dtype)
-    scores = mx.where(seen, scores, lowest) if seen.dtype == mx.bool_ else scores + seen.astype(scores.dtype)
+    scores = mx.where(seen, scores, lowest) if seen.dtype == mx.bool_ else scores + seen
+    if sinks is not None:
+        sinks = mx.broadcast_to(sinks[:, None, None], (rows, heads, seq, 1))
+        scores = mx.concatenate([scores.reshape(rows, heads, seq, -1), sinks], axis=-1)
     weights = mx.softmax(scores, axis=-1, precise=True)
-    return (weights.reshape(rows, kv, -1, weights.shape[3]) @ v).reshape(rows, heads, seq, -1)
+    weights = weights if sinks is None else weights[..., :-1]
+    return (weights.reshape(shape) @ v).reshape(rows, heads, seq, -1)
 
 
 @op("mlx.last")

@@ -13,15 +13,28 @@ Prompts = list[list[int]]
 
 
 class Transmuted:
-    """mlx-transmuter on the converted folder. beams above 1: beam search, whose steps are timed as a whole."""
+    """mlx-transmuter on the converted folder. beams above 1: beam search, whose tokens come when it is done.
+
+    evaluated: the seconds that the run spent in evaluations; the rest of a step is the host's.
+    """
 
     folder = "transmuted"
 
     def __init__(self, root: Path):
         import mlx_transmuter as mt
+        from mlx_transmuter.cache import Pools
 
         self.model = mt.load(root / self.folder)
         self.compiled: dict[tuple[int, int, int], object] = {}
+        self.evaluated = 0.0
+        evaluate = Pools.evaluate
+
+        def timed_evaluate(pools, *arrays, wait=True):
+            start = time.perf_counter()
+            evaluate(pools, *arrays, wait=wait)
+            self.evaluated += time.perf_counter() - start
+
+        Pools.evaluate = timed_evaluate  # type: ignore[method-assign]
 
     def tokens(self, prompts: Prompts, new: int, beams: int) -> Iterator[list[int]]:
         from mlx_transmuter import generation
@@ -43,6 +56,88 @@ class Transmuted4Bit(Transmuted):
     """The same of the 4-bit file."""
 
     folder = "transmuted-q4"
+
+
+class Rows(Transmuted):
+    """The decoder's steps alone, without a choice of tokens but the greatest logit: rows of their own slots."""
+
+    paged = False
+
+    def tokens(self, prompts: Prompts, new: int, beams: int) -> Iterator[list[int]]:
+        import mlx.core as mx
+
+        from mlx_transmuter.decoder import Decoder
+
+        if beams > 1:
+            raise NotImplementedError("beams")
+        key = (len(prompts), 0, 1)
+        if key not in self.compiled:
+            self.compiled[key] = Decoder(self.model.decoder, len(prompts))
+        run = self.compiled[key].begin([len(prompts[0]) + new] * len(prompts), paged=self.paged)  # type: ignore[attr-defined]
+        tokens = np.array(prompts, np.int32)
+        for _ in range(new):
+            found = mx.argmax(run.step(tokens, [tokens.shape[1]] * len(prompts)), axis=-1)
+            run.evaluate(found)
+            tokens = np.array(found, np.int32)[:, None]
+            yield tokens[:, 0].tolist()
+        run.close()
+
+    def shapes(self) -> int:
+        return sum(decoder.compilations for decoder in self.compiled.values())  # type: ignore[attr-defined]
+
+
+class Pages(Rows):
+    """The same steps over pages of one slot, as beams and drafts have them."""
+
+    paged = True
+
+
+class Products:
+    """The floor: the model's matrix products alone, each over the last one's result, on the same weights.
+
+    Those of attention, of each query head with the keys and of the weights with the values, are among them.
+    """
+
+    def __init__(self, root: Path):
+        import json
+
+        import mlx.core as mx
+
+        weights = mx.load(str(root / "hf" / "model.safetensors"))
+        assert isinstance(weights, dict)
+        config = json.loads((root / "hf" / "config.json").read_bytes())
+        self.heads, self.kv = config["num_attention_heads"], config["num_key_value_heads"]
+        names = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+        self.layers = [
+            [weights[f"model.layers.{i}.{name}_proj.weight"].T for name in names]
+            for i in range(config["num_hidden_layers"])
+        ]
+        self.head = weights["model.embed_tokens.weight"].T
+        mx.eval(self.layers, self.head)
+
+    def tokens(self, prompts: Prompts, new: int, beams: int) -> Iterator[list[int]]:
+        import mlx.core as mx
+
+        if beams > 1:
+            raise NotImplementedError("beams")
+        rows, context, dim = len(prompts), len(prompts[0]), self.layers[0][1].shape[1] // self.kv
+        past = mx.zeros((rows, self.kv, context, dim))
+        mx.eval(past)
+        yield []
+        for i in range(new):
+            seq = 1 if i else context
+            x = mx.ones((rows, seq, self.head.shape[0])) * 1e-3
+            for q, k, v, o, gate, up, down in self.layers:
+                queries, keys, values = x @ q, x @ k, x @ v
+                attended = (queries.reshape(rows, self.kv, -1, dim) @ past.swapaxes(2, 3)) @ past
+                x = attended.reshape(rows, seq, -1) @ o
+                gated, widened = x @ gate, x @ up
+                (x,) = mx.depends([gated @ down], [keys, values, widened])
+            mx.eval(x[:, -1:] @ self.head)
+            yield [0] * rows
+
+    def shapes(self) -> int:
+        return 0
 
 
 class Peer:
@@ -126,7 +221,10 @@ class Onnxruntime4Bit(Onnxruntime):
 
 
 CONTENDERS = {
+    "products": Products,
     "mlx-transmuter": Transmuted,
+    "steps over rows": Rows,
+    "steps over pages": Pages,
     "mlx-lm": Peer,
     "onnxruntime": Onnxruntime,
     "mlx-transmuter q4": Transmuted4Bit,
@@ -136,18 +234,37 @@ CONTENDERS = {
 
 
 def timed(contender: object, prompts: Prompts, new: int, beams: int) -> dict:
-    """first: seconds to the first token. step: median seconds from token to token. tokens: of the first prompt."""
+    """first: seconds to the first token. step: median seconds from token to token. host: those of a step outside of its
+    evaluation, None where the contender doesn't say. tokens: of the first prompt.
+
+    A beam search gives its tokens when it is done: its step is what each of the tokens beyond the second takes more.
+    """
+    if beams > 1:
+        short, whole = (_seconds(contender, prompts, count, beams) for count in (2, new))
+        return {"first": short, "step": (whole - short) / (new - 2), "host": None, "tokens": []}
     start = last = time.perf_counter()
-    first, steps, found = 0.0, [], []
+    first, steps, hosts, found = 0.0, [], [], []
+    evaluated = getattr(contender, "evaluated", None)
     for tokens in contender.tokens(prompts, new, beams):  # type: ignore[attr-defined]
         now = time.perf_counter()
+        if not tokens:  # what a contender prepares before its first step isn't timed
+            start = last = now
+            continue
         if found:
             steps.append(now - last)
+            if evaluated is not None:
+                hosts.append(now - last - (contender.evaluated - evaluated))  # type: ignore[attr-defined]
         else:
             first = now - start
         found.append(tokens[0])
+        evaluated = getattr(contender, "evaluated", None)
         last = now
-    whole = last - start
-    # A beam search gives its tokens when it is done; its steps are the whole time shared among them.
-    step = whole / max(1, len(found)) if beams > 1 else float(np.median(steps)) if steps else 0.0
-    return {"first": first, "step": step, "whole": whole, "tokens": found}
+    middle = float(np.median(steps)) if steps else 0.0
+    return {"first": first, "step": middle, "host": float(np.median(hosts)) if hosts else None, "tokens": found}
+
+
+def _seconds(contender: object, prompts: Prompts, new: int, beams: int) -> float:
+    start = time.perf_counter()
+    for _ in contender.tokens(prompts, new, beams):  # type: ignore[attr-defined]
+        pass
+    return time.perf_counter() - start

@@ -55,14 +55,13 @@ def make(shape: str, root: Path) -> None:
 
 
 def convert(root: Path) -> None:
-    """Writes transmuted and transmuted-q4, and hf-q4 for mlx-lm, below root."""
+    """Writes transmuted and transmuted-q4 anew, by this version, and hf-q4 for mlx-lm where it isn't, below root."""
     import importlib
 
     import mlx_transmuter as mt
 
     for source, out in (("onnx", "transmuted"), ("onnx-q4", "transmuted-q4")):
-        if not (root / out / "program.json").exists():
-            mt.convert(root / source, root / out)
+        mt.convert(root / source, root / out)
     if not (root / "hf-q4").exists():
         utils = importlib.import_module("mlx_lm.utils")
         model, config = utils.load_model(root / "hf")

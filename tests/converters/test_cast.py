@@ -246,7 +246,7 @@ def test_a_type_and_a_quantisation_together(dtype, scales, tmp_path):
         FIXTURES / "gemma", tmp_path / "both", dtype, quantize=Quantization.of({"bits": 8, "group_size": 32})
     )
     program = program_of(quantized)
-    kinds = {name.rpartition(".")[2]: weight.dtype for name, weight in program.weights.items() if "q_proj" in name}
+    kinds = {name.rpartition(".")[2]: weight.dtype for name, weight in program.weights.items() if "qkv_proj" in name}
     assert kinds == {"weight": "uint32", "scales": scales, "biases": scales}
     found = types(program)
     assert {found[node.outputs[0]] for node in program.nodes if node.op == "mlx.rms_norm"} == {dtype}

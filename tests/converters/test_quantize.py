@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from onnx import numpy_helper
 
+from converters import quantize
 from converters.convert import convert
 from converters.errors import ConvertError
 from converters.quantize import within_bound
@@ -55,22 +56,26 @@ def floats(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]
 
 
 def dequantised_model(name: str, held: dict) -> onnx.ModelProto:
-    """The fixture's graph with each weight that a layer quantised as the layer holds it."""
+    """The fixture's graph with each weight that a layer quantised as the layer holds it; a layer may hold several, one
+    below the other.
+    """
     model = onnx.load(str(FIXTURES / name / "model.onnx"))
-    left = dict(held)
+    left = {path: len(weight) for path, (weight, _, _) in held.items()}
     for tensor in model.graph.initializer:
         array = numpy_helper.to_array(tensor)
-        if array.ndim != 2:
-            continue
-        for turned in (array, array.T):
-            near = {p: np.abs(w - turned).max() for p, (w, _, _) in held.items() if w.shape == turned.shape}
-            path = min(near, key=near.__getitem__, default=None)
-            if path is not None and near[path] < 0.5 * np.abs(array).max():
-                new = held[path][0] if turned is array else held[path][0].T
-                tensor.CopyFrom(numpy_helper.from_array(new.astype(np.float32), tensor.name))
-                left.pop(path, None)
-                break
-    assert not left
+        near = [
+            (np.abs(part - turned).max(), path, is_turned, part)
+            for is_turned, turned in enumerate((array, array.T) if array.ndim == 2 else ())
+            for path, (weight, _, _) in held.items()
+            for at in range(0, len(weight) - len(turned) + 1, 8)
+            if (part := weight[at : at + len(turned)]).shape == turned.shape
+        ]
+        far, path, is_turned, part = min(near, key=lambda one: one[0], default=(np.inf, "", 0, array))
+        if far < 0.5 * np.abs(array).max():
+            new = (part.T if is_turned else part).astype(np.float32)
+            tensor.CopyFrom(numpy_helper.from_array(new, tensor.name))
+            left[path] -= len(part)
+    assert all(count <= 0 for count in left.values())  # a tied table may stand in the file twice
     return model
 
 
@@ -104,15 +109,19 @@ def module_logits(folder: Path, ids: list[int]) -> np.ndarray:
         ("gpt2", {"bits": 5}), ("bloom", {"bits": 3}), ("phi3", {"bits": 2}),
     ],
 )  # fmt: skip
-def test_the_weights_are_near_their_floats_and_the_logits_are_onnxruntimes_of_these_weights(name, wanted, tmp_path):
+def test_the_weights_are_near_their_floats_and_the_logits_are_onnxruntimes_of_these_weights(
+    name, wanted, tmp_path, monkeypatch
+):
+    original: dict[str, np.ndarray] = {}
+    made = quantize.quantize
+
+    def seen(program, *args):
+        original.update({name: tensor.read().astype(np.float64) for name, tensor in program.arrays.items()})
+        return made(program, *args)
+
+    monkeypatch.setattr(quantize, "quantize", seen)
     folder = run(FIXTURES / name, tmp_path / "out", group_size=32, **wanted)
     held = floats(folder)
-    original = {
-        path: np.array(array, np.float64)
-        for path, array in load_folder(convert(FIXTURES / name, "model.onnx", tmp_path / "float", progress=False))
-        .decoder.weights()
-        .items()
-    }
     for path, (weight, step, end) in held.items():
         far = np.abs(weight - original[f"{path}.weight"])
         assert (far <= np.where(end, 1, 0.5) * step * (1 + 1e-4)).all()
@@ -149,7 +158,7 @@ def test_tied_weights_are_stored_once_and_a_layer_that_does_not_fit_stays(tmp_pa
 
 def test_a_line_says_what_was_quantised_and_what_was_not(tmp_path, capsys):
     convert(FIXTURES / "llama", "model.onnx", tmp_path / "out", changes=Changes(Quantization.of({"group_size": 32})))
-    line = "quantised 14 layers: 14 in 4 bits, groups of 32; 2 stay as they are (model.layers.0.mlp.down_proj): its 48"
+    line = "quantised 8 layers: 8 in 4 bits, groups of 32; 2 stay as they are (model.layers.0.mlp.down_proj): its 48"
     assert line in capsys.readouterr().err
 
 
@@ -189,7 +198,7 @@ def test_the_bound_holds_for_all_weights_and_sees_a_wrong_one(bits, group, dtype
     step = float(mx.abs(made[1][1, 1]).item())
     info = mx.finfo(dtype)  # what is below the smallest normal number is held to that number's precision
     rounding = float(info.eps) * (2**bits * max(step, float(info.smallest_normal)) + offset + 10 * size)
-    far = 1.6 * step + 2 * rounding
+    far = 2.1 * step + 2 * rounding  # it may have been a step below
     wrong = np.array(weight.astype(mx.float32))
     wrong[1, group + 3] += far
     assert not within_bound(mx.array(wrong), *made, bits)

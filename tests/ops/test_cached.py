@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_transmuter.cache import CacheIndex
+from mlx_transmuter.ops import cached
 from mlx_transmuter.ops.cached import alibi, attention, last, positions, visible
 
 HEADS, KV, DIM = 4, 2, 8
 
 
-def plain(q, k, v, at, scale, window=0, softcap=0.0, slopes=None):
+def plain(q, k, v, at, scale, window=0, softcap=0.0, slopes=None, sinks=None):
     """The output [heads, dim] of one token at position `at` over k, v [kv, length, dim]."""
     out = np.zeros((HEADS, DIM))
     for head in range(HEADS):
@@ -26,28 +29,40 @@ def plain(q, k, v, at, scale, window=0, softcap=0.0, slopes=None):
         shown = np.arange(len(scores)) <= at
         if window:
             shown &= np.arange(len(scores)) > at - window
-        weights = np.where(shown, np.exp(scores - scores[shown].max()), 0)
-        out[head] = weights @ values / weights.sum()
+        weights = np.where(shown, np.exp(scores), 0)
+        out[head] = weights @ values / (weights.sum() + (0 if sinks is None else np.exp(sinks[head])))
     return out
 
 
+@pytest.fixture(params=[False, True], ids=["written out", "mx.fast"], autouse=True)
+def kernel(request):
+    """Both ways of attention: mx.fast's, which the CPU backend computes too, and the one that the CPU takes."""
+    with mock.patch.object(cached, "_has_kernel", return_value=request.param):
+        yield
+
+
 @pytest.mark.parametrize("paged", [False, True])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
     window = data.draw(st.sampled_from([0, 1, 3, 7]), label="window")
     softcap = data.draw(st.sampled_from([0.0, 2.0]), label="softcap")
     sloped = data.draw(st.booleans(), label="sloped")
+    sunk = data.draw(st.booleans(), label="sunk")
+    kept = data.draw(st.sampled_from(["two pools", "values after keys", "values beside keys"]), label="kept")
     parts = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4), label="parts")
     rows = data.draw(st.integers(1, 3), label="rows")
     counts = [[data.draw(st.integers(0, part)) for part in parts] for _ in range(rows)]
     draw = np.random.default_rng(data.draw(st.integers(0, 2**16), label="seed"))
     slopes = draw.uniform(-1, 0, HEADS).tolist() if sloped else None
+    sinks = draw.normal(size=HEADS).astype(np.float32) if sunk else None
     capacity, block = 32, 4 if paged else 32
     order = draw.permutation(rows * capacity // block) * block
     table = (order.reshape(rows, -1, 1) + np.arange(block)).reshape(rows, capacity).astype(np.int32)
     spare = data.draw(st.booleans(), label="spare")
-    pools = [mx.zeros((KV * rows * capacity + spare, DIM)) for _ in "kv"]
+    vectors, size = (2 * KV, DIM) if kept == "values after keys" else (KV, DIM)
+    size = 2 * DIM if kept == "values beside keys" else size
+    pools = [mx.zeros((vectors * rows * capacity + spare, size)) for _ in ("kv" if kept == "two pools" else "k")]
     history = [(np.zeros((KV, 0, DIM)), np.zeros((KV, 0, DIM))) for _ in range(rows)]
     lengths = np.zeros(rows, np.int32)
     scale = 0.4
@@ -60,10 +75,12 @@ def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
         seen = visible(index, window=window)
         if slopes is not None:
             seen = alibi(index, seen, slopes=slopes)
-        lanes = index.heads(KV, block)
+        lanes = index.heads(vectors, block)
         lanes = lanes.spare(pools[0].shape[0] - 1) if spare else lanes
+        given = pools if len(pools) == 2 else [pools[0], None]
+        sunk_ = () if sinks is None else (mx.array(sinks),)
         out, *pools = attention(
-            mx.array(q), mx.array(k), mx.array(v), *pools, lanes, seen, scale=scale, softcap=softcap
+            mx.array(q), mx.array(k), mx.array(v), *given, lanes, seen, *sunk_, scale=scale, softcap=softcap
         )
         out = np.array(out)
         assert np.array_equal(np.array(positions(index)), np.maximum(pos, 0))
@@ -75,7 +92,7 @@ def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
             history[row] = (held[0], held[1])
             for i in range(new[row]):
                 at = int(lengths[row]) + i
-                want = plain(q[row, :, i], *history[row], at, scale, window, softcap, slopes)
+                want = plain(q[row, :, i], *history[row], at, scale, window, softcap, slopes, sinks)
                 np.testing.assert_allclose(out[row, :, i], want, rtol=2e-5, atol=2e-5)
             assert np.isfinite(out[row]).all()  # a padding token's output is unspecified, but never NaN
         lengths = lengths + new

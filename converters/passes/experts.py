@@ -1,0 +1,96 @@
+"""Experts: a mixture whose experts each gather their own tokens runs every expert over all tokens, and keeps its own.
+
+An exporter writes `which, token = where(chosen by this expert)`, gathers those tokens, and scatters the expert's output
+back. How many tokens an expert has is known only when the step runs, so no compiled step can have that form. Here
+`token` becomes all of them, `which` the place of the choice, and the scatter a Where on whether there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from converters.match import Answer, Become, Declined, Graph, is_kind
+from mlx_transmuter.ops import CODES
+from mlx_transmuter.program import Node
+
+_CARRIES = ("Unsqueeze", "Expand", "Cast", "Reshape", "Identity")
+
+
+def experts(graph: Graph) -> Iterator[Answer]:
+    """Gather and scatter at the indices of NonZero(chosen [choices, tokens] or [tokens, choices]) → Where(chosen)."""
+    for node in graph.nodes:
+        if not is_kind(node, "NonZero"):
+            continue
+        indices = _indices(graph, node)
+        scatters = [_scatters(graph, index.outputs[0]) for index in indices]
+        if len(indices) != 2 or sorted(map(bool, scatters)) != [False, True]:
+            yield Declined(node, "its indices are no choice and token of which one alone is scattered to")
+            continue
+        axis = 0 if scatters[0] else 1
+        token, which = indices[axis], indices[1 - axis]
+        yield from _everywhere(graph, node.inputs[0], node.outputs[0], axis, token, which, scatters[axis])
+
+
+def _indices(graph: Graph, node: Node) -> list[Node]:
+    """The nodes that give the indices of each axis apart, [found]: Squeeze(Split(Transpose(NonZero)))."""
+    turned = graph.only_consumer(node.outputs[0])
+    split = graph.only_consumer(turned.outputs[0]) if turned and is_kind(turned, "Transpose") else None
+    if split is None or not is_kind(split, "Split") or split.attrs.get("axis", 0) not in (1, -1):
+        return []
+    found = [graph.only_consumer(name) for name in split.outputs]
+    return [one for one in found if one is not None and is_kind(one, "Squeeze")]
+
+
+def _scatters(graph: Graph, index: str) -> list[Node]:
+    """The nodes that scatter to the index on axis 0."""
+    found = []
+    for node in graph.consumers(index):
+        scatter = is_kind(node, "ScatterElements") or is_kind(node, "ScatterND")
+        plain = node.attrs.get("axis", 0) == 0 and node.attrs.get("reduction", "none") in ("none", "add")
+        if scatter and plain and node.inputs[1] == index:
+            found.append(node)
+        elif any(is_kind(node, kind) for kind in _CARRIES) and node.inputs[0] == index:
+            found += _scatters(graph, node.outputs[0])
+    return found
+
+
+def _everywhere(
+    graph: Graph, chosen: str, name: str, axis: int, token: Node, which: Node, scatters: list[Node]
+) -> Iterator[Answer]:
+    """What becomes of the indices and of what reads them; `axis` of `chosen` has the tokens."""
+    parts = ("sizes", "count", "axis", "zero", "one", "number", "best", "has", "had", "last")
+    names = {part: f"{name}.{part}" for part in parts}
+    constants = {
+        names["axis"]: np.array(axis, np.int64),
+        names["zero"]: np.array(0, np.int64),
+        names["one"]: np.array(1, np.int64),
+        names["last"]: np.array([1], np.int64),
+    }
+    everyone = (
+        Node("Shape-1", (chosen,), (names["sizes"],)),
+        Node("Gather-1", (names["sizes"], names["axis"]), (names["count"],), {"axis": 0}),
+        Node("Range-11", (names["zero"], names["count"], names["one"]), token.outputs),
+    )
+    yield Become(token, everyone, constants=constants)
+    first = (
+        Node("Cast-9", (chosen,), (names["number"],), {"to": CODES["int32"]}),
+        Node("ArgMax-11", (names["number"],), which.outputs, {"axis": 1 - axis, "keepdims": 0}),
+        Node("ReduceMax-11", (names["number"],), (names["best"],), {"axes": [1 - axis], "keepdims": 0}),
+        Node("Cast-9", (names["best"],), (names["had"],), {"to": CODES["bool"]}),
+        Node("Unsqueeze-13", (names["had"], names["last"]), (names["has"],)),
+    )
+    yield Become(which, first)
+    for node in graph.consumers(token.outputs[0]):
+        if is_kind(node, "Gather") and node.inputs[1] == token.outputs[0]:
+            yield Become(node, (), aliases={node.outputs[0]: node.inputs[0]})
+    for node in scatters:
+        data, _, update = node.inputs
+        if node.attrs.get("reduction", "none") == "none":
+            yield Become(node, (Node("Where-9", (names["has"], update, data), node.outputs, name=node.name),))
+            continue
+        added = Node("Add-7", (data, update), (f"{node.outputs[0]}.added",))
+        yield Become(
+            node, (added, Node("Where-9", (names["has"], added.outputs[0], data), node.outputs, name=node.name))
+        )

@@ -1,0 +1,37 @@
+"""Heads: what parts a token's vector into heads and joins them again becomes one node each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from converters.match import Answer, Become, Graph, is_kind
+from mlx_transmuter.program import Node
+
+_SWAPPED = [0, 2, 1, 3]
+
+
+def heads(graph: Graph) -> Iterator[Answer]:
+    """Transpose(Reshape(x, [0, 0, heads, dim])) → mlx.split_heads; Reshape(Transpose(x), [0, 0, heads · dim]) →
+    mlx.merge_heads. A step of one token then moves nothing."""
+    for node in graph.nodes:
+        if is_kind(node, "Transpose") and _swaps(node):
+            split = graph.producer(node.inputs[0], "Reshape")
+            shape = _shape(graph, split)
+            if split is not None and len(shape) == 4 and shape[2] > 0:
+                made = Node("mlx.split_heads", split.inputs[:1], node.outputs, {"heads": shape[2]}, node.name)
+                yield Become(node, (made,))
+        elif is_kind(node, "Reshape"):
+            turned = graph.producer(node.inputs[0], "Transpose")
+            if turned is not None and _swaps(turned) and len(_shape(graph, node)) == 3:
+                yield Become(node, (Node("mlx.merge_heads", turned.inputs, node.outputs, name=node.name),))
+
+
+def _swaps(node: Node) -> bool:
+    return list(node.attrs.get("perm", ())) == _SWAPPED
+
+
+def _shape(graph: Graph, node: Node | None) -> list[int]:
+    """The constant shape of a Reshape that keeps rows and tokens, [] for another one."""
+    shape = None if node is None or node.attrs.get("allowzero") else graph.constant(node.inputs[1])
+    found = [] if shape is None else [int(size) for size in shape.ravel()]
+    return found if found[:2] == [0, 0] else []

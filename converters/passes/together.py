@@ -1,0 +1,70 @@
+"""Together: what a joined product gives is parted into heads at once, and its queries and keys are rotated at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from converters.match import Answer, Become, Graph
+from mlx_transmuter.program import Node
+
+
+def together(graph: Graph) -> Iterator[Answer]:
+    """Split(x) into parts that mlx.split_heads parts → mlx.split_heads(x), then Split; where mlx.rotary turns the first
+    two parts alike, it turns them before they are split."""
+    order = {id(node): i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        parted = _parted(graph, node)
+        if not parted:
+            continue
+        heads = [int(one.attrs["heads"]) for one in parted]
+        ends = [one.outputs[0] for one in parted]
+        whole = f"{node.outputs[0]}.heads"
+        made = Node("mlx.split_heads", node.inputs[:1], (whole,), {"heads": sum(heads)}, parted[0].name)
+        rotated = _rotated(graph, ends[:2], order)
+        if rotated is not None:
+            early, late = rotated
+            alike, turned = f"{whole}.alike", f"{whole}.turned"
+            first, constants = _split(whole, [sum(heads[:2]), *heads[2:]], [alike, *ends[2:]])
+            yield Become(node, (made, first), constants=constants)
+            outputs = [graph.consumers(end)[0].outputs[0] for end in ends[:2]]
+            second, constants = _split(turned, heads[:2], outputs)
+            rotary = Node("mlx.rotary", (alike, *late.inputs[1:]), (turned,), late.attrs, late.name)
+            yield Become(late, (rotary, second), constants=constants)
+            yield Become(early, ())
+        else:
+            split, constants = _split(whole, heads, ends)
+            yield Become(node, (made, split), constants=constants)
+        yield from (Become(one, ()) for one in parted)
+
+
+def _split(source: str, sizes: Sequence[int], outputs: Sequence[str]) -> tuple[Node, dict[str, np.ndarray]]:
+    """A Split of the heads of source, and the constant that says how many each output has."""
+    name = f"{source}.sizes"
+    return Node("Split-13", (source, name), tuple(outputs), {"axis": 1}), {name: np.array(sizes, np.int64)}
+
+
+def _parted(graph: Graph, node: Node) -> list[Node]:
+    """The nodes that part each output of a Split of the last axis into heads of one size; [] for anything else."""
+    sizes = graph.constant(node.inputs[1]) if node.op.startswith("Split-") and len(node.inputs) > 1 else None
+    if sizes is None or node.attrs.get("axis", 0) not in (-1, 2) or len(node.outputs) < 2:
+        return []
+    parted = [graph.only_consumer(output) for output in node.outputs]
+    found = [one for one in parted if one is not None and one.op == "mlx.split_heads"]
+    if len(found) != len(node.outputs):
+        return []
+    dims = {size / one.attrs["heads"] for size, one in zip(sizes.tolist(), found, strict=True)}
+    return found if len(dims) == 1 else []
+
+
+def _rotated(graph: Graph, ends: Sequence[str], order: dict[int, int]) -> tuple[Node, Node] | None:
+    """The nodes that rotate both values by the same angles, the earlier one first, or None."""
+    found = [graph.only_consumer(end) for end in ends]
+    if any(one is None or one.op != "mlx.rotary" or one.inputs[0] != end for one, end in zip(found, ends, strict=True)):
+        return None
+    early, late = sorted((one for one in found if one is not None), key=lambda one: order[id(one)])
+    if early.inputs[1:] != late.inputs[1:]:
+        return None
+    readers = graph.consumers(early.outputs[0])
+    return (early, late) if all(order.get(id(one), -1) > order[id(late)] for one in readers) else None
