@@ -44,6 +44,12 @@ def card(program: Program, config: dict[str, Any], folder: Path) -> str:
         ),
         f"- {meta['nodes']['read']} nodes were read, {meta['nodes']['kept']} are left.",
     ]
+    if made := meta.get("float_activations"):
+        rows += [
+            "",
+            f"The file rounds activations to 8 bits; here they stay in float ({made['held']} nodes). On a prompt",
+        ]
+        rows += [f"of random tokens that moves the logits by up to {made['error']:.1e} of their spread."]
     if made := meta.get("cast"):
         rows += [
             "",

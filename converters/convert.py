@@ -21,9 +21,10 @@ from tqdm import tqdm
 from converters import cast, prove, quantize
 from converters.card import card
 from converters.errors import ConvertError
-from converters.match import Record, Rewrite
+from converters.match import Record, Rewrite, apply
 from converters.names import name_weights
 from converters.passes import IN_GRAPH, OVER_POOLS, rewrite
+from converters.passes.integers import float_activations
 from converters.passes.joined import joined
 from converters.read import read
 from converters.tensors import Tensor
@@ -127,6 +128,9 @@ def _convert_into(
     if changes.quantize:
         quantize.check(graph, path)
     graph = name_weights(graph.select(outputs(value.name for value in graph.outputs)))
+    given, meta = graph, dict[str, Any]()
+    if changes.float_activations:
+        graph, meta["float_activations"] = _float_activations(graph, path)
     signature = Signature.of(graph)
     if signature.given:
         raise ConvertError(
@@ -148,7 +152,8 @@ def _convert_into(
     first = tuple(one for one in IN_GRAPH if one is not joined or not (changes.quantize and changes.quantize.recipe))
     found = _in_graph(folder, graph, path, case, limit, progress, first)
     found = _over_pools(folder, found, case, limit, progress)
-    meta: dict[str, Any] = {}
+    if changes.float_activations:
+        meta["float_activations"] |= _difference(given, found, path)
     if changes.dtype and not cast.is_in(found.program, changes.dtype):
         found, meta["cast"] = _cast(folder, found, changes.dtype, path, case, limit, progress)
     program = found.program
@@ -165,7 +170,7 @@ def _convert_into(
             "prompts": lengths,
             "steps": prove.STEPS,
         },
-        "nodes": {"read": len(graph.nodes), "kept": len(program.nodes)},
+        "nodes": {"read": len(given.nodes), "kept": len(program.nodes)},
         "rewrites": [{"name": r.name, "held": r.held, "declined": r.declined} for r in found.records],
         "source": {"file": path.name, **({"base_model": base_model} if base_model else {})},
         **meta,
@@ -235,6 +240,27 @@ def _over_pools(folder: Path, found: _Proved, case: prove.Case, limit: float, pr
     if program.weights.keys() != found.program.weights.keys():
         _save_weights(folder, program, progress)
     return replace(found, program=program, records=found.records + records, errors=errors)
+
+
+def _float_activations(graph: Program, path: Path) -> tuple[Program, dict[str, Any]]:
+    """The graph with the activations that it rounds to 8 bits in float, and what to record."""
+    graph, record = apply(graph, float_activations)
+    if not record.held:
+        found = f"no activations rounded to 8 bits ({'; '.join(record.declined) or 'nothing like it'})"
+        raise ConvertError(path, found, "a dynamic 8-bit or a QDQ file", "convert it as it is")
+    return graph, {"held": record.held, "declined": record.declined}
+
+
+def _difference(given: Program, found: _Proved, path: Path) -> dict[str, float]:
+    """How far the proved module's logits are from those of the graph as it was given, on one prompt in one part."""
+    signature = Signature.of(given)
+    case = prove.Case.random(signature.vocab, [prove.ONE_PART])
+    graph = Module(given, {name: tensor.array() for name, tensor in given.arrays.items()})
+    wanted = prove.plain(graph, signature, case)
+    _check_logits(wanted, signature.vocab, path)
+    assert found.module is not None
+    logits = prove.plain(found.module, Signature.of(found.module.program), case)
+    return {"error": prove.error(logits, wanted), "divergence": prove.divergence(logits, wanted)}
 
 
 def _cast(
@@ -397,7 +423,7 @@ def _tolerance(program: Program) -> float:
     """How far logits may be off, by the lowest float type that the weights or the cache have."""
     kinds = {weight.dtype for weight in program.weights.values() if math.prod(weight.shape) > 1}
     kinds |= {value.dtype for value in (*program.inputs, *program.outputs)}
-    kinds |= {"dynamic"} if prove.is_dynamic(program) else set()
+    kinds |= {"dynamic"} if prove.rounds(program) else set()
     return max(limit for kind, limit in prove.TOLERANCES.items() if kind in kinds or kind == "float32")
 
 

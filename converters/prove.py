@@ -31,6 +31,12 @@ def is_dynamic(program: Program) -> bool:
     return any(node.op.startswith(_DYNAMIC) for node in program.all_nodes())
 
 
+def rounds(program: Program) -> bool:
+    """Whether the graph rounds activations to 8 bits, by fixed scales or by those of a step."""
+    kinds = ("QuantizeLinear-", "com.microsoft.QuantizeLinear-")
+    return is_dynamic(program) or any(node.op.startswith(kinds) for node in program.all_nodes())
+
+
 @dataclass(frozen=True)
 class Case:
     """Prompts of a batch, [] for a padding row, and the tokens that follow each: STEPS decode steps."""

@@ -76,6 +76,7 @@ def convert(
     revision: str | None = None,
     progress: bool = True,
     quantize: str | Mapping[str, Any] | None = None,
+    float_activations: bool = False,
 ) -> Path:
     """Converts the decoder of a source into the folder `out`, and returns that folder.
 
@@ -92,11 +93,15 @@ def convert(
     (32, 64 or 128; 64 where it isn't said). A layer whose columns are no multiple of the group stays as it is, and is
     named. The conversion is proved in floats first; what quantising does to its logits is measured and recorded.
 
+    `float_activations`: a file that rounds activations to 8 bits (dynamic quantisation, QDQ) keeps them in float; its
+    products become quantised layers, faster and nearer to the float model. How far its logits move is recorded.
+
     `out` must be new, empty, or an earlier conversion, which is replaced only when the new one is whole. Raises
     HubError where the source or `out` is not what it should be, and the converter's ConvertError where the file cannot
     be converted (or quantised), ChangeError for a change that there is none of; `out` is left as it was.
     """
     dtype, changes = _changes(dtype)
+    changes = replace(changes, float_activations=float_activations)
     if quantize is not None:
         changes = replace(changes, quantize=Quantization.of(quantize))
     out = Path(out).expanduser()

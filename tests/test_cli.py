@@ -240,6 +240,12 @@ def test_convert_to_a_float_type(run, tmp_path):
     assert run("generate", "--model", out, "-p", "Hi", "-m", 3)[0] == 0
 
 
+def test_convert_keeps_activations_in_float_only_where_a_file_rounds_them(run, tmp_path):
+    code, _, err = run("convert", "--model", LLAMA, "-o", tmp_path / "out", "--float-activations")
+    assert code == 1
+    assert "no activations rounded to 8 bits" in err
+
+
 def test_convert_quantises(run, tmp_path):
     code, stdout, err = run(
         "convert", "--hf-path", LLAMA, "--mlx-path", tmp_path / "out", "-q", "--q-bits", 8, "--q-group-size", 32

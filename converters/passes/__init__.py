@@ -8,7 +8,8 @@ buffer;
    before settle, which would leave fewer nodes to tell positions from columns by.
 3. settle: shapes that are the same in steps of every size become constants, and nodes that change nothing go.
    unpacked: onnxruntime's Attention gives its projections away, before linear, which makes a layer of them.
-4. embedding: before linear, so that a head tied to the embedding finds its table.
+4. integers: before embedding and linear, which take what is left of its weights in floats.
+   embedding: before linear, so that a head tied to the embedding finds its table.
 5. linear, quantized: products with a constant matrix become layers; flat: these take rows of any shape; joined: those
    of one input become one.
 6. norms, rotary, gates: one node for what exporters write in several.
@@ -32,6 +33,7 @@ from converters.passes.fold import fold
 from converters.passes.gates import gates
 from converters.passes.group_query import group_query
 from converters.passes.heads import heads
+from converters.passes.integers import integers
 from converters.passes.joined import joined
 from converters.passes.last import last
 from converters.passes.linear import linear
@@ -51,6 +53,7 @@ IN_GRAPH: tuple[Rewrite, ...] = (
     positions,
     settle,
     unpacked,
+    integers,
     embedding,
     linear,
     quantized,

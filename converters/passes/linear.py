@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,7 +21,7 @@ def layer_names(graph: Graph, weight: str, *others: str) -> tuple[str, str, str]
     A scope may hold more than its layer does, such as a bias that another node adds; the layer then gets a scope of its
     own.
     """
-    path = weight.removesuffix(".weight")
+    path = re.sub(r"\.weight(_quantized|_\d+)?$|_quantized$", "", weight)
     if any(name.startswith(f"{path}.") and name not in (weight, *others) for name in graph.program.arrays):
         path += ".layer"
     return path, f"{path}.weight", f"{path}.bias"

@@ -120,6 +120,11 @@ def _parser() -> argparse.ArgumentParser:
         help="more bits for the layers that need them: mixed_2_6, mixed_3_4, mixed_3_6 or mixed_4_6",
     )  # fmt: skip
 
+    convert.add_argument(
+        "--float-activations", action="store_true",
+        help="an 8-bit file (dynamic or QDQ) keeps its activations in float: faster, other roundings",
+    )  # fmt: skip
+
     inspect = command("inspect", "print a model's cache mode, inputs, operators, size and rewrites")
     inspect.add_argument("source", nargs="?", metavar="SOURCE", help="the same as --model")
     _model_arguments(inspect)

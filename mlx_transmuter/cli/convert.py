@@ -11,7 +11,13 @@ from mlx_transmuter.changes import ChangeError, Quantization
 
 def run(args: argparse.Namespace) -> int:
     out = hub.convert(
-        args.model, args.out, file=args.file, dtype=args.dtype, revision=args.revision, quantize=_quantize(args)
+        args.model,
+        args.out,
+        file=args.file,
+        dtype=args.dtype,
+        revision=args.revision,
+        quantize=_quantize(args),
+        float_activations=args.float_activations,
     )
     print(out)
     return 0
