@@ -135,7 +135,8 @@ class _Half:
         single = {n for node, want in zip(source.nodes, wants, strict=True) if want != HALF for n in node.inputs}
         halved = loose - single
         self.states |= {name: HALF if name in halved else KEPT for name in loose}
-        presents = {entry.present for entry in Signature.of(source).entries}
+        signature = Signature.of(source)
+        presents = {one.present for one in (*signature.entries, *signature.states)}
         for node, want in zip(source.nodes, wants, strict=True):
             self.emit(node, want, presents)
         arrays = {

@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import math
 import shutil
-import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,23 +16,26 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
-from converters import cast, prove, quantize
+from converters import cast, changed, prove, quantize
+from converters.branches import branch_taken
 from converters.card import card
 from converters.errors import ConvertError
-from converters.match import Record, Rewrite, apply
-from converters.names import name_weights
+from converters.match import Record, Rewrite
+from converters.names import name_inputs, name_weights
+from converters.observe import step
 from converters.passes import IN_GRAPH, OVER_POOLS, rewrite
-from converters.passes.integers import float_activations
+from converters.passes.experts import experts
 from converters.passes.joined import joined
 from converters.read import read
 from converters.tensors import Tensor
 from mlx_transmuter import ops, weights
-from mlx_transmuter.changes import Changes, Quantization
+from mlx_transmuter.changes import Changes
 from mlx_transmuter.hub import COMPANIONS, TEMPLATES
 from mlx_transmuter.model import PROGRAM, load_module, read_json
 from mlx_transmuter.module import LARGEST, Module
+from mlx_transmuter.plan import Plan
 from mlx_transmuter.program import FORMAT, Program, ProgramError
-from mlx_transmuter.signature import INDEX, Mode, Signature, SignatureError, declared_mode, outputs
+from mlx_transmuter.signature import BRANCH, ENDS, INDEX, Signature, SignatureError
 from mlx_transmuter.tokenizer import Tokenizer
 
 
@@ -124,14 +125,16 @@ def _put_in_place(staged: Path, out: Path, old: Path) -> None:
 def _convert_into(
     folder: Path, source: Path, path: Path, progress: bool, base_model: str | None, changes: Changes
 ) -> None:
-    graph = read(path, progress=progress)
+    origins = _copy_companions(source, path, folder)
+    config, genai = (read_json(origins.get(name, path / "none")) for name in ("config.json", "genai_config.json"))
+    graph = name_inputs(read(path, progress=progress), genai)
     if changes.quantize:
         quantize.check(graph, path)
-    graph = name_weights(graph.select(outputs(value.name for value in graph.outputs)))
+    signature = Signature.of(graph)
+    graph = name_weights(graph.select(signature.outputs))
     given, meta = graph, dict[str, Any]()
     if changes.float_activations:
-        graph, meta["float_activations"] = _float_activations(graph, path)
-    signature = Signature.of(graph)
+        graph, meta["float_activations"] = changed.in_float(graph, path)
     if signature.given:
         raise ConvertError(
             path,
@@ -140,8 +143,6 @@ def _convert_into(
             "convert a causal decoder",
         )
     _check_weights(graph, path)
-    origins = _copy_companions(source, path, folder)
-    config, genai = (read_json(origins.get(name, path / "none")) for name in ("config.json", "genai_config.json"))
     most = _max_positions(config, genai)
     graph.meta["max_positions"] = most  # the proof's decoders read it too
     _check_tokenizer(folder, signature.vocab, path)
@@ -153,24 +154,32 @@ def _convert_into(
     found = _in_graph(folder, graph, path, case, limit, progress, first)
     found = _over_pools(folder, found, case, limit, progress)
     if changes.float_activations:
-        meta["float_activations"] |= _difference(given, found, path)
-    if changes.dtype and not cast.is_in(found.program, changes.dtype):
-        found, meta["cast"] = _cast(folder, found, changes.dtype, path, case, limit, progress)
-    program = found.program
+        assert found.module is not None
+        meta["float_activations"] |= changed.difference(given, found.module)
+    program, proof = found.program, (path, found.plan, case, found.wanted)
+
+    def save(made: Program) -> Module:
+        _save_weights(folder, made, progress)
+        return Module(made, weights.load(folder, made))
+
+    if changes.dtype and not cast.is_in(program, changes.dtype):
+        found = replace(found, module=None)  # its weights are needed no more
+        program, meta["cast"] = changed.in_type(program, changes.dtype, *proof, limit, save)
     if changes.quantize:
-        found = replace(found, module=None)  # its weights in floats are needed no more
-        program, meta["quantization"] = _quantized(folder, found, changes.quantize, path, case, progress)
+        found = replace(found, module=None)
+        program, meta["quantization"] = changed.quantized(program, changes.quantize, *proof, save, progress)
     program.meta = {
-        "cache_mode": found.mode,
+        **found.plan.meta(),
         "max_positions": min((count for count in (most, _rows(program)) if count), default=None),
         "proof": {
-            "error": found.errors["pools" if program.input(INDEX) is not None else found.mode],
+            "error": found.errors[_form(program) or found.plan.name],
             "limit": limit,
             "tried": {name: far if far != math.inf else "infinite" for name, far in found.errors.items()},
             "prompts": lengths,
             "steps": prove.STEPS,
         },
-        "nodes": {"read": len(given.nodes), "kept": len(program.nodes)},
+        **({"branch": "both" if program.input(BRANCH) else "cached"} if signature.branch else {}),
+        "nodes": {"read": sum(1 for _ in given.all_nodes()), "kept": len(program.nodes)},
         "rewrites": [{"name": r.name, "held": r.held, "declined": r.declined} for r in found.records],
         "source": {"file": path.name, **({"base_model": base_model} if base_model else {})},
         **meta,
@@ -182,12 +191,12 @@ def _convert_into(
 
 @dataclass(frozen=True)
 class _Proved:
-    """A program whose logits agreed with the graph's: its module, its mode, and how far off each trial was."""
+    """A program whose logits agreed with the graph's: its module, its plan, and how far off each trial was."""
 
     program: Program
     module: Module | None
     records: list[Record]
-    mode: Mode
+    plan: Plan
     errors: dict[str, Any]
     wanted: list[list[np.ndarray]]
 
@@ -199,42 +208,121 @@ def _in_graph(
     case: prove.Case,
     limit: float,
     progress: bool,
-    rewrites: tuple[Rewrite, ...] = IN_GRAPH,
+    rewrites: tuple[Rewrite, ...],
 ) -> _Proved:
-    """The graph after the `rewrites`, which leave its past and present, as many as agree; its weights are in the
-    folder.
+    """The graph after the `rewrites`, which leave its past and present, as many as agree; its weights are written.
+
+    Of a merged decoder the branch with a cache alone, if it gives what both give.
     """
     signature, errors = Signature.of(graph), {}
-    for order in _orders(rewrites):
-        try:
-            program, records = rewrite(graph, order)
-            _save_weights(folder, program, progress)
-            module = Module(program, weights.load(folder, program))
-            declared = declared_mode(program, Signature.of(program))
-        except (ProgramError, SignatureError, ops.OperatorError):
-            if not order:
-                raise  # the graph itself is at fault
-            continue
-        # What this raises is the graph's own fault too: fewer rewrites would not help.
-        wanted = prove.plain(_plain_module(graph, program, module), signature, case)
-        _check_logits(wanted, signature.vocab, path)
-        mode, errors = prove.best_mode(module, declared, case, wanted, limit)
-        if mode is not None:
-            records += [_dropped(one) for one in rewrites if one not in order]
-            return _Proved(program, module, records, mode, errors, wanted)
+    starts = [branch_taken(graph, signature.branch, True), graph] if signature.branch else [graph]
+    wanted: list[list[np.ndarray]] | None = None
+    single: bool | None = None  # whether prompts run token by token; None until it is known
+    for start in starts:
+        for order in _orders(rewrites):
+            try:
+                program, records = rewrite(start, order)
+                _save_weights(folder, program, progress)
+                module = Module(program, weights.load(folder, program))
+                tried = prove.plans(program, Signature.of(program))
+            except (ProgramError, SignatureError, ops.OperatorError):
+                if not order and start is graph:
+                    raise  # the graph itself is at fault
+                continue
+            eager = any(record.name == experts.__name__ and record.held for record in records)
+            if wanted is None:
+                wanted, single = _wanted(_plain_module(graph, program, module), signature, case, eager, path)
+            plan, errors = prove.best_plan(module, _for(tried, single), case, wanted, limit)
+            if plan is None and single is None:
+                wanted, single = _by_token(_plain_module(graph, program, module), signature, case, eager, wanted, limit)
+                plan, again = prove.best_plan(module, _for(tried, True), case, wanted, limit) if single else (plan, {})
+                errors |= again
+            if plan is not None:
+                records += [_dropped(one) for one in rewrites if one not in order]
+                return _Proved(program, module, records, plan, errors, wanted)
+            if start is not graph:
+                plain = _plain_module(start, program, module)
+                if not _agrees(plain, Signature.of(start), case, eager, wanted, limit):
+                    break  # fewer rewrites would not help
     found = f"a module that disagrees with its graph ({errors})"
     do = "report the model: its conversion is wrong and was thrown away"
     raise ConvertError(path, found, f"logits within {limit:g} of their spread", do)
 
 
+def _for(tried: list[Plan], single: bool | None) -> list[Plan]:
+    return [replace(plan, prompts="single") for plan in tried] if single else tried
+
+
+def _agrees(
+    module: Module, signature: Signature, case: prove.Case, eager: bool, wanted: list[list[np.ndarray]], limit: float
+) -> bool:
+    """Whether the program as it is gives the wanted logits."""
+    try:
+        return prove.error(prove.plain(module, signature, case, eager), wanted) <= limit
+    except ops.OperatorError:
+        return False
+
+
+def _wanted(
+    module: Module, signature: Signature, case: prove.Case, eager: bool, path: Path
+) -> tuple[list[list[np.ndarray]], bool | None]:
+    """The graph's logits, and whether it takes a prompt token by token alone; None where that is to be tried.
+
+    What this raises is the graph's own fault.
+    """
+    try:
+        wanted = prove.plain(module, signature, case, eager)
+    except ops.OperatorError as problem:
+        try:
+            return prove.plain(module, signature, case, eager, single=True), True
+        except ops.OperatorError:
+            if not signature.entries or not _runs_over_a_past(module, signature, eager):
+                raise problem from None
+        found = f"a graph that takes no empty cache ({problem.node}: {problem.found})"
+        do = "convert the merged decoder of the model, or the one without a past (decoder_model.onnx)"
+        raise ConvertError(path, found, "a decoder that prompts can begin", do) from problem
+    _check_logits(wanted, signature.vocab, path)
+    # Of another graph whose cache gives something else than its prompt at once, nothing says which is right.
+    shape = module.program.input(signature.tokens).shape  # type: ignore[union-attr]
+    after = "with_past" in path.stem or (shape is not None and len(shape) > 1 and shape[1] == 1)
+    tried = after and signature.carried and not signature.branch and not prove.is_dynamic(module.program)
+    return wanted, None if tried else False
+
+
+def _by_token(
+    module: Module, signature: Signature, case: prove.Case, eager: bool, wanted: list[list[np.ndarray]], limit: float
+) -> tuple[list[list[np.ndarray]], bool]:
+    """The logits wanted of a graph that agrees over no cache, and whether it takes a prompt token by token alone.
+
+    A graph that was exported for tokens after a cache, as its name or its shapes say, may hide nothing of a step's
+    later tokens from its earlier ones: then its logits after a prompt at once are not those after the prompt's tokens
+    one by one, and these are right.
+    """
+    steps = prove.plain(module, signature, case, eager, single=True)
+    single = prove.error([row[:1] for row in steps], [row[:1] for row in wanted]) > limit
+    return (steps, True) if single else (wanted, False)
+
+
+def _runs_over_a_past(module: Module, signature: Signature, eager: bool) -> bool:
+    """Whether the graph runs over a cache that is not empty."""
+    try:
+        (module.eagerly if eager else module)(**step(module.program, signature, 1, 4, 1))
+    except ops.OperatorError:
+        return False
+    return True
+
+
 def _over_pools(folder: Path, found: _Proved, case: prove.Case, limit: float, progress: bool) -> _Proved:
-    """The program over pools, if it agrees, else as it was. The mode stays that of the graph as it is."""
+    """The program over pools, if it agrees, else as it was. The mode stays that of the graph as it is.
+
+    Of one that stays as it was only the last logits are computed.
+    """
     assert found.module is not None
     program, records = rewrite(found.program, OVER_POOLS)
-    if program.input(INDEX) is None:
+    if program.input(INDEX) is None and program.input(ENDS) is None:
         return replace(found, records=found.records + records)
-    far = _error_over_pools(found.module, program, found.mode, case, found.wanted)
-    errors = {**found.errors, "pools": far}
+    far = _error_over_pools(found.module, program, found.plan, case, found.wanted)
+    errors = {**found.errors, _form(program): far}
     if far > limit:
         return replace(found, records=found.records + [_dropped(one) for one in OVER_POOLS], errors=errors)
     if program.weights.keys() != found.program.weights.keys():
@@ -242,71 +330,9 @@ def _over_pools(folder: Path, found: _Proved, case: prove.Case, limit: float, pr
     return replace(found, program=program, records=found.records + records, errors=errors)
 
 
-def _float_activations(graph: Program, path: Path) -> tuple[Program, dict[str, Any]]:
-    """The graph with the activations that it rounds to 8 bits in float, and what to record."""
-    graph, record = apply(graph, float_activations)
-    if not record.held:
-        found = f"no activations rounded to 8 bits ({'; '.join(record.declined) or 'nothing like it'})"
-        raise ConvertError(path, found, "a dynamic 8-bit or a QDQ file", "convert it as it is")
-    return graph, {"held": record.held, "declined": record.declined}
-
-
-def _difference(given: Program, found: _Proved, path: Path) -> dict[str, float]:
-    """How far the proved module's logits are from those of the graph as it was given, on one prompt in one part."""
-    signature = Signature.of(given)
-    case = prove.Case.random(signature.vocab, [prove.ONE_PART])
-    graph = Module(given, {name: tensor.array() for name, tensor in given.arrays.items()})
-    wanted = prove.plain(graph, signature, case)
-    _check_logits(wanted, signature.vocab, path)
-    assert found.module is not None
-    logits = prove.plain(found.module, Signature.of(found.module.program), case)
-    return {"error": prove.error(logits, wanted), "divergence": prove.divergence(logits, wanted)}
-
-
-def _cast(
-    folder: Path, found: _Proved, dtype: str, path: Path, case: prove.Case, limit: float, progress: bool
-) -> tuple[_Proved, dict[str, Any]]:
-    """The program in another float type, its weights in the folder, and what to record: how far its logits are from
-    the graph's. Raises ConvertError where they are further than that type allows.
-    """
-    found = replace(found, module=None)  # its weights are needed no more
-    program = cast.cast(found.program, dtype, path)
-    _save_weights(folder, program, progress)
-    limit = max(limit, prove.TOLERANCES[dtype])
-    far = prove.error(prove.run(Module(program, weights.load(folder, program)), found.mode, case), found.wanted)
-    if far > limit:
-        logits = f"logits that differ by {far:.1e} of their spread in {dtype}"
-        raise ConvertError(path, logits, f"at most {limit:g}", "use bfloat16 or float32")
-    return replace(found, program=program), {"dtype": dtype, "error": far, "limit": limit}
-
-
-def _quantized(
-    folder: Path, found: _Proved, wanted: Quantization, path: Path, case: prove.Case, progress: bool
-) -> tuple[Program, dict[str, Any]]:
-    """The program with its layers quantised, its weights in the folder, and what to record: what was quantised, and
-    how far that moves the logits of the proof.
-    """
-    program, kept = quantize.quantize(found.program, wanted, path)
-    _save_weights(folder, program, progress)
-    logits = prove.run(Module(program, weights.load(folder, program)), found.mode, case)
-    far = prove.error(logits, found.wanted)
-    if far == math.inf:
-        raise ConvertError(path, f"no finite logits in {wanted.name}", "a model that can be quantised", "use more bits")
-    layers = Counter(layer["bits"] for layer in program.layers.values() if "bits" in layer)
-    if progress:
-        say = ", ".join(f"{count} in {bits} bits" for bits, count in sorted(layers.items()))
-        say = f"quantised {sum(layers.values())} layers: {say}, groups of {wanted.group_size}"
-        for why, count in Counter(kept.values()).items():
-            say += f"; {count} stay as they are ({next(one for one in kept if kept[one] == why)}): {why}"
-        print(f"mlx-transmuter: {say}", file=sys.stderr)
-    return program, {
-        "name": wanted.name,
-        "group_size": wanted.group_size,
-        "layers": {str(bits): count for bits, count in sorted(layers.items())},
-        "kept": kept,
-        "error": far,
-        "divergence": prove.divergence(logits, found.wanted),
-    }
+def _form(program: Program) -> str:
+    """What the rewrites of OVER_POOLS made of the program; "" for nothing."""
+    return "pools" if program.input(INDEX) else "last logits" if program.input(ENDS) else ""
 
 
 def _copy_companions(source: Path, path: Path, folder: Path) -> dict[str, Path]:
@@ -343,13 +369,13 @@ def _dropped(one: Rewrite) -> Record:
 
 
 def _error_over_pools(
-    module: Module, pooled: Program, mode: Mode, case: prove.Case, wanted: list[list[np.ndarray]]
+    module: Module, pooled: Program, plan: Plan, case: prove.Case, wanted: list[list[np.ndarray]]
 ) -> float:
     """The error of the program over pools, on the arrays that `module` holds; infinite where it cannot run."""
     arrays = module.weights()
     try:
         over = Module(pooled, {name: arrays[name] for name in pooled.weights})
-        return prove.error(prove.run(over, mode, case), wanted)
+        return prove.error(prove.run(over, plan, case), wanted)
     except Exception:  # whatever it raises, it does not run
         return math.inf
 

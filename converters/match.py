@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from converters.observe import Observation
 from converters.tensors import Tensor
 from mlx_transmuter.program import Node, Program, Value, Weight
 
@@ -55,12 +57,27 @@ class Record:
 class Graph:
     """A program with its producers, consumers and constants at hand."""
 
-    def __init__(self, program: Program):
+    def __init__(self, program: Program, before: Graph | None = None):
+        """before: the graph that rewrites made this program from."""
         self.program = program
+        self._before = before
         self.nodes = program.nodes
         self._producers = program.producers()
         self._consumers = program.consumers()
         self._outputs = {value.name for value in program.outputs}
+
+    @cached_property
+    def observation(self) -> Observation | None:
+        """What the values of the program are over several sizes of a step; see Observation."""
+        before, self._before = self._before, None
+        return Observation.of(self.program, before.observed if before else None)
+
+    @property
+    def observed(self) -> Observation | None:
+        """The last observation of this graph or of those before it, if there was one."""
+        if "observation" in self.__dict__:
+            return self.observation
+        return self._before.observed if self._before else None
 
     def producer(self, name: str, kind: str | None = None) -> Node | None:
         """The node that gives the value, if it is of that kind ("Transpose", any opset)."""
@@ -90,11 +107,14 @@ def is_kind(node: Node, kind: str) -> bool:
     return node.op.rpartition("-")[0] == kind or node.op == kind
 
 
-def apply(program: Program, rewrite: Rewrite) -> tuple[Program, Record]:
-    """The program after the rewrite, without the nodes that nothing reads any more, and what the rewrite did."""
+def apply(program: Program, rewrite: Rewrite, graph: Graph | None = None) -> tuple[Program, Record]:
+    """The program after the rewrite, without the nodes that nothing reads any more, and what the rewrite did.
+
+    graph: the program's, where there is one already.
+    """
     replaced: dict[int, Become] = {}
     declined: dict[str, int] = {}
-    for answer in rewrite(Graph(program)):
+    for answer in rewrite(graph or Graph(program)):
         if isinstance(answer, Declined):
             declined[answer.reason] = declined.get(answer.reason, 0) + 1
         else:
@@ -109,9 +129,9 @@ def apply(program: Program, rewrite: Rewrite) -> tuple[Program, Record]:
     for node in program.nodes:
         answer = replaced.get(id(node))
         if answer is None:
-            nodes.append(_aliased(node, aliases))
+            nodes.append(aliased(node, aliases))
             continue
-        nodes += (_aliased(new, aliases) for new in answer.nodes)
+        nodes += (aliased(new, aliases) for new in answer.nodes)
         aliases |= {name: aliases.get(other, other) for name, other in answer.aliases.items()}
         layers |= answer.layers
         arrays |= answer.arrays
@@ -130,13 +150,23 @@ def apply(program: Program, rewrite: Rewrite) -> tuple[Program, Record]:
     return program.select([value.name for value in program.outputs]), record
 
 
-def _aliased(node: Node, aliases: dict[str, str]) -> Node:
+def renamed(program: Program, names: Mapping[str, str]) -> Program:
+    """The program with those values of its nodes under other names."""
+    nodes = [
+        replace(aliased(node, dict(names)), outputs=tuple(names.get(name, name) for name in node.outputs))
+        for node in program.nodes
+    ]
+    return replace(program, nodes=nodes) if names else program
+
+
+def aliased(node: Node, aliases: dict[str, str]) -> Node:
+    """The node reading, in its branches too, other values in place of those that have an alias."""
     if not aliases or not any(name in aliases for name in node.reads()):
         return node
     attrs = {
         key: replace(
             value,
-            nodes=[_aliased(inner, aliases) for inner in value.nodes],
+            nodes=[aliased(inner, aliases) for inner in value.nodes],
             outputs=tuple(replace(out, name=aliases.get(out.name, out.name)) for out in value.outputs),
         )
         if isinstance(value, Program)
@@ -161,4 +191,4 @@ def _named(nodes: list[Node], aliases: dict[str, str], outputs: list[str]) -> li
         replace(node, outputs=tuple(names.get(name, name) for name in node.outputs)) if names else node
         for node in nodes
     ]
-    return [_aliased(node, names) for node in renamed] + copies
+    return [aliased(node, names) for node in renamed] + copies

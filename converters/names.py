@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
-from mlx_transmuter.program import Node, Program
+from converters.match import aliased
+from mlx_transmuter.program import Node, Program, Value
+from mlx_transmuter.signature import MASK, POSITIONS, TOKENS
 
 # What a weight is to the operator that reads it, by the operator's kind and the input's index.
 _ROLES = {
@@ -35,6 +38,8 @@ _ROLES = {
 _WEIGHT = {"MatMul", "Gemm", "Conv", "ConvTranspose", "Mul", "Gather", "LayerNormalization", "RMSNormalization",
            "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "SkipLayerNormalization", "MatMulNBits",
            "GatherBlockQuantized", "DequantizeLinear", "MatMulInteger"}  # fmt: skip
+# What a tool that merges decoders adds to the names of weights that its branches share.
+_MERGED = re.compile(r"_merged_\d+$")
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)+")
 
 
@@ -53,8 +58,9 @@ def name_weights(program: Program) -> Program:
     prefixes: set[str] = set()
     names: dict[str, str] = {}
     # Names that are good already come first, so that a derived one never takes their place.
-    for name in sorted(program.weights, key=lambda name: not _PLAIN.fullmatch(name)):
-        wanted = _clean(name) if _PLAIN.fullmatch(name) or name not in readers else _derived(*readers[name])
+    for name in sorted(program.weights, key=lambda name: not _PLAIN.fullmatch(_MERGED.sub("", name))):
+        own = _MERGED.sub("", name)
+        wanted = _clean(own) if _PLAIN.fullmatch(own) or name not in readers else _derived(*readers[name])
         path = ""
         *scopes, last = wanted.split(".")
         for scope in scopes:
@@ -63,6 +69,38 @@ def name_weights(program: Program) -> Program:
         names[name] = _unique(f"{path}.{last}" if path else last, taken, prefixes)
         taken.add(names[name])
     return _renamed(program, names)
+
+
+def name_inputs(program: Program, genai: dict[str, Any]) -> Program:
+    """The program with its inputs and logits under the names that decoders have, where genai_config.json says that
+    they have others (`model.decoder.inputs` and `outputs`: what is called what). Names of caches stay.
+    """
+    names: dict[str, str] = {}
+    part: Any = genai
+    for key in ("model", "decoder"):
+        part = part.get(key) if isinstance(part, dict) else None
+    for side, known in (("inputs", (*TOKENS, MASK, POSITIONS)), ("outputs", ("logits",))):
+        said = part.get(side) if isinstance(part, dict) else None
+        names |= (
+            {name: key for key, name in said.items() if key in known and isinstance(name, str)}
+            if isinstance(said, dict)
+            else {}
+        )
+    values = {value.name for value in (*program.inputs, *program.outputs)}
+    taken = values | {name for node in program.all_nodes() for name in node.outputs}
+    taken |= program.weights.keys() | program.constants.keys()
+    names = {old: new for old, new in names.items() if old in values and new not in taken}
+    if not names:
+        return program
+
+    def named(given: tuple[Value, ...]) -> tuple[Value, ...]:
+        return tuple(replace(value, name=names.get(value.name, value.name)) for value in given)
+
+    nodes = [
+        replace(node, outputs=tuple(names.get(name, name) for name in node.outputs))
+        for node in (aliased(node, names) for node in program.nodes)
+    ]
+    return replace(program, inputs=named(program.inputs), outputs=named(program.outputs), nodes=nodes)
 
 
 def _unique(name: str, *taken: set[str]) -> str:

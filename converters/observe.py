@@ -18,7 +18,7 @@ import numpy as np
 from mlx_transmuter import ops
 from mlx_transmuter.cache import CacheIndex
 from mlx_transmuter.module import Module, values_of
-from mlx_transmuter.program import Program
+from mlx_transmuter.program import Program, Value
 from mlx_transmuter.signature import ENDS, INDEX, LANES, Signature, SignatureError
 
 # (rows, past, seq): no size stands twice, no two sum to a third that a graph could confuse, and the extremes are in.
@@ -27,32 +27,42 @@ TRIALS = ((2, 7, 3), (1, 31, 5), (3, 21, 1), (5, 0, 11))
 
 @dataclass(frozen=True)
 class Observation:
-    """signature: of the program seen. seen: for each trial, its values by name: numpy arrays, or unevaluated
+    """signature, inputs: of the program seen. seen: for each trial, its values by name: numpy arrays, or unevaluated
     `mx.array`s.
     """
 
     signature: Signature
+    inputs: tuple[Value, ...]
     seen: tuple[dict[str, Any], ...]
 
     @staticmethod
-    def of(program: Program) -> Observation | None:
+    def of(program: Program, before: Observation | None = None) -> Observation | None:
         """The observation of a decoder; None for a program that is none, that takes other inputs, or that cannot be
         walked.
+
+        before: of the program that this one was made from by rewrites, which leave its values their names: only what is
+        new is walked.
         """
         try:
             signature = Signature.of(program)
         except SignatureError:
             return None
-        if signature.given or signature.branch or not signature.entries:
+        if signature.given or signature.branch:
             return None
+        if before is not None and before.inputs != program.inputs:
+            before = None
         zeros = {name: mx.zeros(w.shape, ops.device_dtype(w.dtype)) for name, w in program.weights.items()}
         module = Module(program, zeros)
+        earlier = before.seen if before else [None] * len(TRIALS)
         try:
-            return Observation(
-                signature, tuple(values_of(module, **step(program, signature, *trial)) for trial in TRIALS)
+            seen = tuple(
+                values_of(module, values, **step(program, signature, *trial))
+                for trial, values in zip(TRIALS, earlier, strict=True)
             )
         except ops.OperatorError:
-            return None
+            # What a node may have on the host can hang on nodes that weren't walked again.
+            return Observation.of(program) if before else None
+        return Observation(signature, program.inputs, seen)
 
     def constant(self, name: str) -> np.ndarray | None:
         """The value, if it is on the host and the same in every trial."""
@@ -81,12 +91,15 @@ class Observation:
 
 
 def step(program: Program, signature: Signature, rows: int, past: int, seq: int) -> dict[str, Any]:
-    """Inputs of those sizes for one step of the program: zeros, with a full mask."""
+    """Inputs of those sizes for one step of the program: zeros, with a full mask; no past where nothing is carried."""
+    past = past if signature.carried else 0
     inputs: dict[str, Any] = {
         entry.past: mx.zeros(entry.sizes(rows, past), ops.device_dtype(entry.dtype)) for entry in signature.entries
     }
     if signature.index:
         inputs |= _pools(signature, rows, past, seq)
+    for state in signature.states:
+        inputs[state.past] = mx.zeros(state.sizes(rows), ops.device_dtype(state.dtype))
     values = {value.name: value for value in program.inputs}
     shape, dtype = values[signature.tokens].shape, ops.device_dtype(values[signature.tokens].dtype)
     dim = (shape[-1],) if signature.embeds and shape and isinstance(shape[-1], int) else ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -11,8 +11,9 @@ import numpy as np
 from mlx_transmuter import ops
 from mlx_transmuter.decoder import Decoder
 from mlx_transmuter.module import Module
+from mlx_transmuter.plan import Padding, Plan
 from mlx_transmuter.program import Program
-from mlx_transmuter.signature import Mode, Signature
+from mlx_transmuter.signature import Mode, Signature, declared_mode
 
 STEPS = 2
 # How far logits may differ, relative to their spread, by the type that the graph computes in. The rewrites keep the
@@ -52,22 +53,32 @@ class Case:
         return Case(prompts, [draw.integers(vocab // 4, vocab, STEPS).tolist() for _ in lengths])
 
 
-def plain(module: Module, signature: Signature, case: Case) -> list[list[np.ndarray]]:
+def plain(
+    module: Module, signature: Signature, case: Case, eager: bool = False, *, single: bool = False
+) -> list[list[np.ndarray]]:
     """The logits [vocab] of each row after its prompt and after each following token, one row at a time.
 
-    The graph runs as its exporter meant it: the prompt at once, a cache of exactly the tokens so far, no padding.
+    The graph runs as its exporter meant it: the prompt at once (single: token by token), a cache of exactly the tokens
+    so far, no padding; a graph without a cache gets all tokens so far.
+    eager: shapes may depend on values, as a mixture's experts have them before their rewrite.
     """
-    return [
-        _plain_row(module, signature, [prompt, *([token] for token in following)]) if prompt else []
-        for prompt, following in zip(case.prompts, case.following, strict=True)
-    ]
+    found = []
+    for prompt, following in zip(case.prompts, case.following, strict=True):
+        parts = [[token] for token in prompt] if single else [prompt]
+        logits = _plain_row(module, signature, [*parts, *([token] for token in following)], eager) if prompt else []
+        found.append(logits[len(parts) - 1 :] if prompt else [])
+    return found
 
 
-def _plain_row(module: Module, signature: Signature, parts: list[list[int]]) -> list[np.ndarray]:
+def _plain_row(module: Module, signature: Signature, parts: list[list[int]], eager: bool) -> list[np.ndarray]:
     inputs = {value.name: value for value in module.program.inputs}
     cache = {e.past: mx.zeros(e.sizes(1, 0), ops.device_dtype(e.dtype)) for e in signature.entries}
-    length, found = 0, []
+    cache |= {s.past: mx.zeros(s.sizes(1), ops.device_dtype(s.dtype)) for s in signature.states}
+    length, found, text = 0, [], []
     for part in parts:
+        text += part
+        if not signature.carried:
+            length, part = 0, text
         feed: dict[str, mx.array | np.ndarray] = dict(cache)
         feed[signature.tokens] = mx.array([part], mx.int32)
         if signature.mask:
@@ -80,8 +91,8 @@ def _plain_row(module: Module, signature: Signature, parts: list[list[int]]) -> 
             feed[signature.branch] = np.array([length > 0])
         if signature.keep:
             feed[signature.keep] = np.zeros([1] * len(inputs[signature.keep].shape or ()), np.int64)
-        given = module.eagerly(**feed)
-        cache = {e.past: given[e.present] for e in signature.entries}
+        given = (module.eagerly if eager else module)(**feed)
+        cache = {one.past: given[one.present] for one in signature.carried}
         length += len(part)
         mx.eval(given)
         logits = given[signature.logits]
@@ -89,9 +100,9 @@ def _plain_row(module: Module, signature: Signature, parts: list[list[int]]) -> 
     return found
 
 
-def run(module: Module, mode: Mode, case: Case) -> list[list[np.ndarray]]:
-    """The same logits from a batch over pools, the prompts in power-of-two parts, as generation runs them."""
-    decoder = Decoder(module, len(case.prompts), mode=mode)
+def run(module: Module, plan: Plan, case: Case) -> list[list[np.ndarray]]:
+    """The same logits from a batch over pools, the prompts in parts as the plan says, as generation runs them."""
+    decoder = Decoder(module, len(case.prompts), plan=plan)
     found: list[list[np.ndarray]] = [[] for _ in case.prompts]
     for group in decoder.groups([len(prompt) for prompt in case.prompts]):
         rows = [case.prompts[r] + case.following[r] if r in group else [] for r in range(decoder.rows)]
@@ -105,7 +116,7 @@ def run(module: Module, mode: Mode, case: Case) -> list[list[np.ndarray]]:
             ]
             prompting = max((lengths[r] - at[r] for r in group), default=0)
             left = [n if (at[r] < lengths[r]) == (prompting > 0) else 0 for r, n in enumerate(left)]
-            seq = 1 << (max(left).bit_length() - 1)
+            seq = {"whole": max(left), "single": 1}.get(plan.prompts, 1 << (max(left).bit_length() - 1))
             counts = [min(seq, n) for n in left]
             tokens = [rows[r][at[r] : at[r] + n] + [0] * (seq - n) for r, n in enumerate(counts)]
             logits = session.step(np.array(tokens, np.int32), counts)
@@ -143,25 +154,41 @@ def divergence(found: list[list[np.ndarray]], wanted: list[list[np.ndarray]]) ->
     return float(np.mean(far)) if far else 0.0
 
 
-def modes(declared: Mode) -> tuple[Mode, ...]:
-    """The modes to try, the fastest first. A graph that counts its positions from the mask runs over a buffer
-    undeclared.
+def plans(program: Program, signature: Signature) -> list[Plan]:
+    """The plans to try, the fastest first. A graph that counts its positions from the mask runs over a buffer
+    undeclared; without a mask nothing hides free columns, however little they weigh in a trial.
     """
-    return ("in_place", "grow") if declared == "in_place" else ("append", "grow")
+    modes: tuple[Mode, ...] = ("grow",)
+    paddings: tuple[Padding, ...] = ("right", "none")
+    if signature.mask:
+        in_place = declared_mode(program, signature) == "in_place"
+        modes, paddings = ("in_place" if in_place else "append", "grow"), ("right", "left", "none")
+    if not signature.carried:
+        tried = [Plan("grow", "whole", padding) for padding in paddings]
+    elif signature.branch:  # the branch without a cache has no columns to leave free
+        tried = [Plan("grow", "parts"), Plan("grow", "whole")]
+    elif signature.states:
+        first = [Plan(modes[0])] if signature.mask else []
+        tried = [*first, *(Plan(mode, "parts", "none") for mode in modes)]
+    else:
+        tried = [Plan(mode) for mode in modes]
+    if signature.one_row:
+        tried += [replace(plan, alone=True) for plan in tried]
+    return tried
 
 
-def best_mode(
-    module: Module, declared: Mode, case: Case, wanted: list[list[np.ndarray]], limit: float
-) -> tuple[Mode | None, dict]:
-    """The first mode whose logits agree with the wanted ones within `limit`; the error of each mode that was tried."""
+def best_plan(
+    module: Module, tried: Sequence[Plan], case: Case, wanted: list[list[np.ndarray]], limit: float
+) -> tuple[Plan | None, dict[str, float | str]]:
+    """The first plan whose logits agree with the wanted ones within `limit`; the error of each that was tried."""
     errors: dict[str, float | str] = {}
-    for mode in modes(declared):
+    for plan in tried:
         try:
-            far = error(run(module, mode, case), wanted)
+            far = error(run(module, plan, case), wanted)
         except Exception as problem:  # whatever a graph raises over this cache, it does not run over it
-            errors[mode] = str(problem)
+            errors[plan.name] = str(problem)
             continue
-        errors[mode] = far if np.isfinite(far) else str(far)
+        errors[plan.name] = far if np.isfinite(far) else str(far)
         if far <= limit:
-            return mode, errors
+            return plan, errors
     return None, errors

@@ -14,10 +14,13 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops, steps
-from mlx_transmuter.cache import Pools, Slots
+from mlx_transmuter.cache import Kind, Packing, Pools, Slots, Store
+from mlx_transmuter.entries import Entry
 from mlx_transmuter.module import Module
-from mlx_transmuter.signature import MODES, Mode, Signature, declared_mode
-from mlx_transmuter.steps import DecoderError, Graph
+from mlx_transmuter.plan import Plan
+from mlx_transmuter.reread import Reread
+from mlx_transmuter.signature import Mode, Signature
+from mlx_transmuter.steps import DecoderError, Graph, new_tokens
 
 # The context that a step attends over grows in powers of two from here.
 SMALLEST_BUCKET = 64
@@ -42,20 +45,34 @@ def stride(length: int) -> int:
 class Decoder:
     """The compiled step functions of `module` for batches of `rows` rows.
 
-    mode: the cache mode, by default the one that the conversion found. max_positions: the most tokens of a row, by
-    default what the model's configuration said. Raises SignatureError for a module that is no decoder.
+    mode: the cache mode, by default that of the plan. plan: how it runs, by default as the conversion found.
+    max_positions: the most tokens of a row, by default what the model's configuration said. kv_bits: 8 or 4, to keep
+    keys and values in so many bits an element, in groups of kv_group_size (see cache.Packing); None keeps them as they
+    are. Raises SignatureError for a module that is no decoder, CacheError for other bits or groups.
     """
 
-    def __init__(self, module: Module, rows: int, *, mode: Mode | None = None, max_positions: int | None = None):
+    def __init__(
+        self,
+        module: Module,
+        rows: int,
+        *,
+        mode: Mode | None = None,
+        plan: Plan | None = None,
+        max_positions: int | None = None,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+    ):
         if rows < 1:
             raise DecoderError(f"{rows} rows", "at least one row")
         self.module, self.rows = module, rows
         program = module.program
         self.signature = Signature.of(program)
-        said, most = program.meta.get("cache_mode"), program.meta.get("max_positions")
-        self.mode: Mode = mode or (said if said in MODES else declared_mode(program, self.signature))
+        self.plan = plan or Plan.of(program, self.signature)
+        self.mode: Mode = mode or self.plan.mode
+        most = program.meta.get("max_positions")
         self.max_positions: int | None = max_positions or (most if isinstance(most, int) and 0 < most < 2**31 else None)
-        self.graph = Graph(module, self.signature, self.max_positions)
+        self.kinds = tuple(_kind(entry, kv_bits, kv_group_size) for entry in self.signature.entries)
+        self.graph = Graph(module, self.signature, self.max_positions, self.kinds, self.plan.alone)
         self.vocab = self.signature.vocab
         self.compilations = 0
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -63,23 +80,41 @@ class Decoder:
 
     @property
     def supports(self) -> frozenset[str]:
-        """What a run can do beside rows of their own lengths: "pages" and "forks" always, and "drafts".
+        """What a run can do beside rows of their own lengths: "pages" and "forks" always, "drafts" and "packed".
 
-        Several guesses in one call need a graph whose attention was rewritten onto the index, and that gives logits of
-        any token; in another graph the order of the columns is the order of the tokens.
+        Several guesses or several prompts in one lane need a graph whose attention was rewritten onto the index, that
+        gives logits of any token, and that takes rows of several tokens at any time. In another graph the order of the
+        columns is the order of the tokens, and a state has all tokens in it, rejected ones too. A lane of several
+        prompts has no row of the graph's other inputs.
         """
-        drafts = self.signature.index and self.signature.ends
-        return frozenset({"pages", "forks", "drafts"} if drafts else {"pages", "forks"})
+        always = frozenset({"pages", "forks"})
+        several = self.plan == Plan(self.plan.mode) and not self.signature.states
+        if not (several and self.signature.index and self.signature.ends):
+            return always
+        return always | ({"drafts"} if self.signature.given else {"drafts", "packed"})
 
     @property
     def grows(self) -> bool:
-        """Whether the rows of a run must have one length, since the graph takes its positions from it."""
-        return self.mode == "grow" and not self.signature.index
+        """Whether the rows of a run must have one length: the graph takes its positions from it, or no padding may be
+        in a step.
+        """
+        return self.exact or self.plan.padding == "none"
+
+    @property
+    def exact(self) -> bool:
+        """Whether the graph gets a past, or a mask, of exactly the tokens so far: positions come from its length."""
+        told = bool(self.signature.entries or (self.signature.states and self.signature.mask))
+        return self.mode == "grow" and not self.signature.index and told
+
+    @property
+    def prompts(self) -> str:
+        """How prompts run: in "parts" of powers of two, "whole", or "single" tokens."""
+        return self.plan.prompts
 
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:
         """The rows that may share a run, by their prompts' lengths; rows of length 0 are in none.
 
-        All rows share one run, except in grow, where the positions of all rows come from one length.
+        All rows share one run, except where `grows` says that they can't.
         """
         found: dict[int, list[int]] = {}
         for row, length in enumerate(lengths):
@@ -96,22 +131,43 @@ class Decoder:
             return min(bucket(length + seq), max(length + seq, self.max_positions or 2**31))
         return min(bucket(length), max(length, (self.max_positions or 2**31) - seq))
 
+    def columns(self, length: int) -> int:
+        """The columns of a step that reads whole rows of up to that many tokens."""
+        return min(bucket(length), max(length, self.max_positions or 2**31))
+
     def begin(
-        self, total: Sequence[int], inputs: Mapping[str, mx.array] | None = None, *, paged: bool = False, block: int = 1
-    ) -> Run:
-        """A run without tokens.
+        self,
+        total: Sequence[int],
+        inputs: Mapping[str, mx.array] | None = None,
+        *,
+        paged: bool = False,
+        block: int = 1,
+        store: Store | None = None,
+        prompts: Sequence[Sequence[int]] = (),
+    ) -> Run | Reread:
+        """A run without tokens, or with those that are in `store` already.
 
         total: the most tokens that each row will hold, 0 for a padding row. inputs: arrays of the graph's other inputs
         (an encoder's outputs), one row for each row. paged: slots are handed out in pages of `block`, so that rows can
-        fork; otherwise each row has one run of slots. Raises DecoderError for a wrong number of rows or an input that
-        lacks.
+        fork; otherwise each row has one run of slots. store: pools of the decoder's `kinds` that outlive the run, which
+        is then paged as they are: each row begins with the most first tokens of its prompt, of `prompts`, that they
+        hold, as `Run.lengths` says; never with all of them. Raises DecoderError for a wrong number of rows, an input
+        that lacks, or other pools; CacheError for more tokens than the store takes.
         """
         if len(total) != self.rows:
             raise DecoderError(f"{len(total)} rows", f"{self.rows}")
         given = dict(inputs or {})
         if given.keys() != set(self.signature.given):
             raise DecoderError(f"the inputs {sorted(given)}", f"the graph's {sorted(self.signature.given)}")
-        return Run(self, total, given, block if paged else None)
+        if not self.signature.carried:
+            return Reread(self, total, given)
+        if store is None:
+            return Run(self, total, given, block if paged else None)
+        if given or store.kinds != self.kinds or len(prompts) != self.rows:
+            found = f"pools of {store.kinds}, the inputs {sorted(given)} and {len(prompts)} prompts"
+            expected = f"pools of {self.kinds}, no inputs but tokens and {self.rows} prompts"
+            raise DecoderError(found, expected, "give a store of this decoder's kinds, and a decoder of tokens alone")
+        return Run(self, total, given, store.block, store, prompts)
 
     def compiled(self, key: tuple[Any, ...], make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
         """The compiled function of that key, made and counted at its first use."""
@@ -129,33 +185,67 @@ class Decoder:
 
     def write_function(self, seq: int, context: int, block: int) -> Callable[..., Any]:
         """The function that writes the keys and values of `seq` tokens into the pools."""
-        return self.compiled(("write", seq, context, block), lambda: steps.write(self.signature.entries, block))
+        return self.compiled(("write", seq, context, block), lambda: steps.write(self.kinds, block))
+
+
+def _kind(entry: Entry, bits: int | None, group_size: int) -> Kind:
+    """What a slot holds of the entry."""
+    dtype = ops.device_dtype(entry.dtype)
+    if bits is None:
+        return Kind(entry.heads, entry.dim, dtype)
+    packing = Packing.of(bits, group_size, entry.dim, dtype)
+    return Kind(entry.heads, packing.width, mx.uint32, packing)
 
 
 class Run:
     """One generation of a decoder's rows: it owns their pools and knows which slot holds which position of each row."""
 
-    def __init__(self, decoder: Decoder, total: Sequence[int], given: Mapping[str, mx.array], block: int | None):
-        self.decoder, self.given = decoder, given
+    def __init__(
+        self,
+        decoder: Decoder,
+        total: Sequence[int],
+        given: Mapping[str, mx.array],
+        block: int | None,
+        store: Store | None = None,
+        prompts: Sequence[Sequence[int]] = (),
+    ):
+        self.decoder, self.given, self.keeps = decoder, given, store is not None
         self.total = np.asarray(total, np.int32)
         self.lengths = np.zeros(decoder.rows, np.int32)
         self.paged = block is not None
         # Without pages each row is one block, so its slots are one run; its size is a bucket, so that runs share steps.
         self.block = block or stride(int(self.total.max()))
-        blocks = sum(-(-int(size) // self.block) for size in total) if self.paged else decoder.rows
-        self.slots = Slots(max(1, blocks) * self.block, self.block)
-        self._rows: list[int | None] = [self.slots.open()[0] if size else None for size in total]
-        entries = decoder.signature.entries
-        self.pools = Pools(
-            # The last row is spare: what padding would store goes there, and nothing reads it.
-            [mx.zeros((e.heads * self.slots.slots + 1, e.dim), ops.device_dtype(e.dtype)) for e in entries]
-        )
+        if store is None:
+            blocks = sum(-(-int(size) // self.block) for size in total) if self.paged else decoder.rows
+            self.store = Store(decoder.kinds, max(1, blocks) * self.block, self.block)
+            self._rows = [self.slots.open()[0] if size else None for size in total]
+        else:
+            self.store = store
+            self._rows, stored = store.open(prompts, total, alike=decoder.grows)
+            self.lengths = np.asarray(stored, np.int32)
+        self.states = [
+            mx.zeros(state.sizes(decoder.rows), ops.device_dtype(state.dtype)) for state in decoder.signature.states
+        ]
         self._pending: tuple[list[mx.array], mx.array, mx.array] | None = None
         self._draft: list[int] | None = None
-        self.copies = 0
         # A step can be built while the one before it runs: Pools.evaluate waits for it, so no write meets its reads. On
         # the CPU backend the two share the cores and nothing is won.
         self.runs_ahead = decoder.signature.index and mx.default_device() == mx.gpu
+
+    @property
+    def slots(self) -> Slots:
+        """Who owns which slot."""
+        return self.store.slots
+
+    @property
+    def pools(self) -> Pools:
+        """The keys and values."""
+        return self.store.pools
+
+    @property
+    def copies(self) -> int:
+        """How many slots were copied, of pages that rows shared."""
+        return self.store.copies
 
     def step(self, tokens: Any, counts: Sequence[int], positions: Any = None) -> mx.array:
         """Lazy logits [rows, vocab] at the last real token of each row.
@@ -168,24 +258,22 @@ class Run:
         decoder = self.decoder
         tokens = tokens if isinstance(tokens, mx.array) else mx.array(tokens)
         rows, seq = tokens.shape[:2]
-        new = np.asarray(counts, np.int32)
-        if rows != decoder.rows or new.shape != (rows,) or new.min() < 0 or new.max() > seq:
-            found = f"tokens {list(tokens.shape)} and counts {list(counts)}"
-            raise DecoderError(found, f"{decoder.rows} rows, and from 0 to all of a row's tokens real")
-        if (self.lengths + new > self.total).any():
-            raise DecoderError(f"rows of {(self.lengths + new).tolist()} tokens", f"at most {self.total.tolist()}")
+        new = new_tokens(decoder.rows, self.lengths, self.total, tokens, counts)
         length = int(self.lengths.max())
         if decoder.grows and (self.lengths[new > 0] != length).any():
             raise DecoderError(f"rows of {self.lengths.tolist()} tokens", "rows of one length where the cache grows")
+        if decoder.plan.padding == "none" and (new[new > 0] != seq).any():
+            raise DecoderError(f"counts {new.tolist()} of {seq} tokens", "no padding, which would change the states")
         placed = None if positions is None else mx.array(positions)
         if decoder.signature.index:
             return self._pooled_step(tokens, new, placed)
         self._write_pending()
-        context = length if decoder.grows else decoder.context(length, seq)
-        lengths = mx.array(np.full(rows, length, np.int32) if decoder.grows else self.lengths)
+        context = length if decoder.exact else decoder.context(length, seq)
+        lengths = mx.array(np.full(rows, length, np.int32) if decoder.exact else self.lengths)
         past = mx.array(self._table(max(1, context)))
         step = decoder.step_function(seq, context, positions is not None, self.block, self.paged)
-        logits, news = step(self.pools.arrays, tokens, lengths, mx.array(new), past, self.given, placed)
+        logits, news, states = step(self.pools.arrays, tokens, lengths, mx.array(new), past, self._fed(), placed)
+        self.states = states
         places = self.lengths[:, None] + np.arange(seq, dtype=np.int32)
         places = np.where(np.arange(seq) < new[:, None], places, -1).astype(np.int32)
         self._append(new)
@@ -200,9 +288,15 @@ class Run:
         context = bucket(int(self.lengths.max()))
         table = mx.array(self._table(context)) if self.paged else None
         step = decoder.step_function(seq, context, placed is not None, self.block, self.paged)
-        logits, pools = step(self.pools.take(), tokens, before, mx.array(new), table, self.given, placed)
+        fed = self._fed()
+        logits, pools, self.states = step(self.pools.take(), tokens, before, mx.array(new), table, fed, placed)
         self.pools.put(pools)
         return logits
+
+    def _fed(self) -> dict[str, mx.array]:
+        """The graph's other inputs, the rows' states among them."""
+        states = zip(self.decoder.signature.states, self.states, strict=True)
+        return {**self.given, **{state.past: array for state, array in states}}
 
     def _append(self, new: np.ndarray) -> None:
         """Gives slots to the rows' new tokens."""
@@ -210,8 +304,39 @@ class Run:
             for row, count in zip(self._rows, new.tolist(), strict=True):
                 if count:
                     assert row is not None
-                    self._move(self.slots.append(row, count))
+                    self.store.append(row, count)
         self.lengths = self.lengths + new
+
+    def packed(self, prompts: Sequence[Sequence[int]], seq: int) -> mx.array:
+        """Lazy logits [rows, vocab] after prompts of rows that hold nothing yet, run in one lane of `seq` tokens.
+
+        prompts: one for each row, [] for none, whose logits are unspecified; seq: at least their sum. Raises
+        DecoderError for a decoder that doesn't support it, rows that hold tokens, or prompts that are too long.
+        """
+        counts = np.array([len(prompt) for prompt in prompts], np.int32)
+        if "packed" not in self.decoder.supports:
+            found, do = "several prompts in a lane of a graph whose attention isn't over pools", "run plain steps"
+            raise DecoderError(found, "one that the conversion rewrote", do)
+        if len(counts) != len(self.lengths) or (self.lengths * counts).any() or (counts > self.total).any():
+            found = f"prompts of {counts.tolist()} tokens for rows that hold {self.lengths.tolist()}"
+            raise DecoderError(found, f"prompts of at most {self.total.tolist()} tokens, for rows that hold none")
+        if not 0 < counts.sum() <= seq:
+            raise DecoderError(f"{counts.sum()} tokens in a lane of {seq}", "1 or more, as many as fit")
+        self._append(counts)
+        table = self._table(int(counts.max()))
+        lane = np.full((3, 1, seq), -1, np.int32)  # tokens, positions, slots
+        lane[0] = 0
+        ends, at = np.zeros((1, len(counts)), np.int32), 0
+        for row, (prompt, count) in enumerate(zip(prompts, counts.tolist(), strict=True)):
+            if count:
+                lane[:, 0, at : at + count] = prompt, range(count), table[row, :count]
+                at += count
+                ends[0, row] = at - 1
+        graph, block = self.decoder.graph, self.block
+        step = self.decoder.compiled(("packed", seq, block), lambda: steps.packed(graph, seq, block))
+        logits, pools = step(self.pools.take(), *map(mx.array, lane), mx.array(ends))
+        self.pools.put(pools)
+        return logits
 
     def draft(self, tokens: Any, sees: Any, depths: Any) -> mx.array:
         """Lazy logits [rows, n, vocab] after each of n guesses of each row, in one call; `accept` then keeps some of
@@ -222,6 +347,12 @@ class Run:
         decoder that doesn't support drafts, a run without pages of one slot, or guesses past the row's last token.
         """
         decoder = self.decoder
+        if decoder.signature.states:
+            raise DecoderError(
+                f"a draft for a graph with states ({decoder.signature.states[0].past})",
+                "a cache of positions, from which guesses can be dropped",
+                "run plain steps",
+            )
         if "drafts" not in decoder.supports:
             raise DecoderError(
                 "a draft for a graph whose attention isn't over pools",
@@ -238,7 +369,7 @@ class Run:
         last = self.lengths + depths.max(axis=1) + 1
         if depths.shape != (rows, seq) or (last > self.total).any():
             raise DecoderError(f"guesses up to {last.tolist()} tokens", f"at most {self.total.tolist()}")
-        context = bucket(int(self.lengths.max()))
+        context = bucket(int(last.max()))  # not only what the rows hold: a position is at most the table's last column
         table = mx.array(self._table(context))
         self._draft = [self.slots.open()[0] for _ in range(rows)]
         for sequence, depth in zip(self._draft, depths, strict=True):
@@ -265,6 +396,23 @@ class Run:
         self._draft = None
         self.lengths = self.lengths + np.array([len(path) for path in kept], np.int32)
 
+    def back(self, lengths: Sequence[int]) -> None:
+        """Sets each row back to its first lengths[r] tokens.
+
+        Raises DecoderError for more than a row has, and in a decoder whose states have all tokens in them.
+        """
+        new = np.asarray(lengths, np.int32)
+        if new.shape != self.lengths.shape or (new < 0).any() or (new > self.lengths).any():
+            raise DecoderError(f"rows set back to {list(lengths)} tokens", f"at most {self.lengths.tolist()}")
+        if self.states and (new < self.lengths).any():
+            raise DecoderError("rows set back in a decoder with states", "a cache that still has what came before")
+        self._write_pending()
+        for row, length in zip(self._rows if self.paged else [], new.tolist(), strict=self.paged):
+            if row is not None:
+                self.slots.trim(row, length)
+        # In a run of slots the next tokens write over what is there; until then no position sees it.
+        self.lengths = new
+
     def fork(self, parents: Sequence[int]) -> None:
         """From now on row r continues after the tokens of row parents[r]: the rows share slots, and nothing moves.
 
@@ -281,18 +429,38 @@ class Run:
             if row is not None:
                 self.slots.free(row)
         self._rows = forked
+        order = mx.array(list(parents))
+        self.states = [
+            mx.take(array, order, axis=state.batch)
+            for state, array in zip(self.decoder.signature.states, self.states, strict=True)
+        ]
         self.lengths = self.lengths[list(parents)]
         self.total = np.maximum(self.total, self.total[list(parents)])
 
     def evaluate(self, *arrays: mx.array, wait: bool = True) -> None:
         """The one evaluation of a step: `arrays` with the pools and what the step will write into them."""
         pending = self._pending[0] if self._pending else []
-        self.pools.evaluate(*arrays, *pending, wait=wait)
+        self.pools.evaluate(*arrays, *pending, *self.states, wait=wait)
+
+    def keep(self, texts: Sequence[Sequence[int] | None]) -> None:
+        """Lets later runs of the store find what the rows hold, once the steps so far are evaluated.
+
+        texts: the tokens of each row, from its first; those that no step took yet are left out. None keeps nothing.
+        """
+        self._write_pending()
+        self.evaluate()
+        for row, text, length in zip(self._rows, texts, self.lengths.tolist(), strict=True):
+            if row is not None and text is not None:
+                self.slots.keep(row, text[:length])
 
     def close(self) -> None:
-        """Gives the pools' memory back; the run is over."""
-        self._pending = None
-        self.pools.drop()
+        """The run is over. Gives the pools' memory back, unless they outlive it."""
+        self._pending, self.states = None, []
+        if self.keeps:
+            self.store.leave([*self._rows, *(self._draft or ())])
+            self._rows = []
+        else:
+            self.pools.drop()
 
     def _forked(self, parent: int) -> int | None:
         row = self._rows[parent]
@@ -305,22 +473,6 @@ class Run:
         columns = np.arange(width, dtype=np.int32)
         held = (columns < self.lengths[:, None]) & (columns < self.block)
         return np.where(held, np.arange(len(held), dtype=np.int32)[:, None] * self.block + columns, -1).astype(np.int32)
-
-    def _move(self, copies: list[tuple[int, int]]) -> None:
-        """Copies the slots of a page that two rows shared and one of them now writes."""
-        if not copies:
-            return
-        self.copies += len(copies)
-        old, new = (np.array(side, np.int32) for side in zip(*copies, strict=True))
-        heads = {entry.heads for entry in self.decoder.signature.entries}
-        if len(heads) > 1:
-            raise DecoderError(
-                f"pools of {sorted(heads)} heads", "one number of heads where pages are copied", "use block=1"
-            )
-        # In a pool a page of each head follows the other (CacheIndex.heads).
-        head = np.arange(n := heads.pop(), dtype=np.int32)[:, None]
-        old, new = ((side // self.block * n + head) * self.block + side % self.block for side in (old, new))
-        self.pools.copy(old.ravel(), new.ravel())
 
     def _write_pending(self) -> None:
         """Writes the keys and values of the last step into the pools."""

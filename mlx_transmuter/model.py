@@ -11,8 +11,9 @@ import mlx.core as mx
 
 from mlx_transmuter import weights
 from mlx_transmuter.module import Module
+from mlx_transmuter.plan import Plan
 from mlx_transmuter.program import Program, ProgramError
-from mlx_transmuter.signature import MODES, Mode, Signature, declared_mode
+from mlx_transmuter.signature import Mode, Signature
 from mlx_transmuter.tokenizer import Tokenizer
 
 PROGRAM = "program.json"
@@ -46,10 +47,12 @@ class Model:
 
     @property
     def cache_mode(self) -> Mode:
-        """How the decoder's cache works: "in_place", "append" or "grow", as its conversion found by trial."""
+        """How the decoder's cache works: "in_place", "append" or "grow", as its conversion found by trial.
+
+        "grow" is also what a decoder without a cache says, which reads its whole prefix at each step.
+        """
         program = self.decoder.program
-        mode = program.meta.get("cache_mode")
-        return mode if mode in MODES else declared_mode(program, Signature.of(program))
+        return Plan.of(program, Signature.of(program)).mode
 
 
 def load_folder(folder: Path) -> Model:

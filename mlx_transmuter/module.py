@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -302,12 +303,20 @@ def _place(root: nn.Module, name: str) -> tuple[Any, Any]:
     return owner, int(last) if isinstance(owner, list) else last
 
 
-def values_of(module: Module, **inputs: mx.array | np.ndarray) -> dict[str, Any]:
-    """Every value of a walk of the module with these inputs: numpy arrays on the host, unevaluated `mx.array`s else."""
-    program = module.program
+def values_of(
+    module: Module, before: Mapping[str, Any] | None = None, /, **inputs: mx.array | np.ndarray
+) -> dict[str, Any]:
+    """Every value of a walk of the module with these inputs: numpy arrays on the host, unevaluated `mx.array`s else.
+
+    before: values of an earlier walk with like inputs; nodes that gave them aren't walked again.
+    """
+    program, before = module.program, before or {}
     values: dict[str, Any] = {name: owner[key] for name, (owner, key) in module._places.items()}
-    walk = _Walk(values | inputs, known=set(values), last_reads={})
-    walk.run(program)
+    given = {name for node in program.nodes for name in node.outputs if name}
+    values |= {name: before[name] for name in given if name in before}
+    walk = _Walk(values | inputs, known=set(module._places), last_reads={})
+    left = [node for node in program.nodes if not all(name in before for name in node.outputs if name)]
+    walk.run(replace(program, nodes=left))
     return walk.values
 
 

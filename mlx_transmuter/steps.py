@@ -14,9 +14,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops
-from mlx_transmuter.cache import CacheIndex
+from mlx_transmuter.cache import CacheIndex, Kind, PackedPool
+from mlx_transmuter.entries import Entry
 from mlx_transmuter.module import Module
-from mlx_transmuter.signature import ENDS, INDEX, LANES, Entry, Mode, Signature
+from mlx_transmuter.signature import ENDS, INDEX, LANES, Mode, Signature
 
 
 class DecoderError(ValueError):
@@ -29,15 +30,30 @@ class DecoderError(ValueError):
 
 @dataclass(frozen=True)
 class Graph:
-    """What a step runs: the module, its signature, and the most positions of a row (None: no limit)."""
+    """What a step runs: the module, its signature, the most positions of a row (None: no limit), what a slot of each
+    pool holds, and whether the graph takes one row.
+    """
 
     module: Module
     signature: Signature
     max_positions: int | None
+    kinds: tuple[Kind, ...]
+    alone: bool = False
+
+
+def new_tokens(rows: int, lengths: np.ndarray, total: np.ndarray, tokens: Any, counts: Sequence[int]) -> np.ndarray:
+    """`counts` as int32 [rows]. Raises DecoderError for those that don't fit the tokens, or pass the rows' totals."""
+    shape, new = tuple(tokens.shape), np.asarray(counts, np.int32)
+    if shape[0] != rows or new.shape != (rows,) or new.min() < 0 or new.max() > shape[1]:
+        found = f"tokens {list(shape)} and counts {list(counts)}"
+        raise DecoderError(found, f"{rows} rows, and from 0 to all of a row's tokens real")
+    if (lengths + new > total).any():
+        raise DecoderError(f"rows of {(lengths + new).tolist()} tokens", f"at most {total.tolist()}")
+    return new
 
 
 def pooled(graph: Graph, seq: int, context: int, block: int, paged: bool) -> Callable[..., Any]:
-    """A step over pools: (pools, tokens, lengths, counts, table, given, positions) → (logits, pools')."""
+    """A step over pools: (pools, tokens, lengths, counts, table, given, positions) → (logits, pools', states')."""
 
     def run(pools, tokens, lengths, counts, table, given, positions):
         rows = tokens.shape[0]
@@ -46,8 +62,9 @@ def pooled(graph: Graph, seq: int, context: int, block: int, paged: bool) -> Cal
         index = CacheIndex.make(pos, table) if paged else CacheIndex.rows(block, [0] * rows).narrow(context).at(pos)
         ends = mx.maximum(counts - 1, 0)
         place = place if positions is None else positions
-        logits, pools = _over_pools(graph, pools, tokens, index, block, ends[:, None], place, given)
-        return (logits[:, 0] if graph.signature.ends else _at(logits, ends)), pools
+        logits, pools, states = _over_pools(graph, pools, tokens, index, block, ends[:, None], place, given)
+        logits = logits[:, 0] if graph.signature.ends else logits_at(logits, ends)
+        return logits, pools, _kept(graph, given, states, counts)
 
     return run
 
@@ -58,14 +75,31 @@ def drafted(graph: Graph, seq: int) -> Callable[..., Any]:
     def run(pools, tokens, places, table, slots, sees, given):
         index = CacheIndex.make(places, table).draft(slots, sees)
         ends = mx.broadcast_to(mx.arange(seq, dtype=mx.int32), tokens.shape)
-        return _over_pools(graph, pools, tokens, index, 1, ends, mx.maximum(places, 0), given)
+        return _over_pools(graph, pools, tokens, index, 1, ends, mx.maximum(places, 0), given)[:2]
+
+    return run
+
+
+def packed(graph: Graph, seq: int, block: int) -> Callable[..., Any]:
+    """A step of prompts, one after another in one lane: (pools, tokens, places, slots, ends) → (logits [k, vocab],
+    pools').
+
+    tokens, places (positions; -1: padding) and slots are int32 [1, seq], ends int32 [1, k]: the tokens whose logits are
+    wanted.
+    """
+    signature, _ = CacheIndex.packed(seq, [[seq]]).walk()
+
+    def run(pools, tokens, places, slots, ends):
+        index = CacheIndex.from_walk(signature, [places]).keep(slots)
+        logits, pools, _ = _over_pools(graph, pools, tokens, index, block, ends, mx.maximum(places, 0), {})
+        return logits[0], pools
 
     return run
 
 
 def _over_pools(graph, pools, tokens, index, block, ends, place, given):
-    """The program over the pools: the logits of the tokens `ends` [rows, k] (of all, where it can't choose), and the
-    pools'.
+    """The program over the pools: the logits of the tokens `ends` [rows, k] (of all, where it can't choose), the pools'
+    and the states'.
     """
     signature, module = graph.signature, graph.module
     feed: dict[str, Any] = dict(given)
@@ -74,16 +108,62 @@ def _over_pools(graph, pools, tokens, index, block, ends, place, given):
         INDEX: index,
         LANES: index.heads(signature.entries[0].heads, block).spare(pools[0].shape[0] - 1),
     }
-    if signature.positions:
-        feed[signature.positions] = _positions(graph, place, *tokens.shape[:2])
-    if signature.keep:
-        rank = len(module.program.input(signature.keep).shape or ())
-        feed[signature.keep] = np.zeros([1] * rank, np.int64)
+    feed |= small_inputs(graph, None, place, *tokens.shape[:2])
     if signature.ends:
         feed[ENDS] = ends
-    feed |= {entry.past: pool for entry, pool in zip(signature.entries, pools, strict=True)}
+    feed |= {
+        entry.past: PackedPool(pool, kind.packing) if kind.packing else pool
+        for entry, kind, pool in zip(signature.entries, graph.kinds, pools, strict=True)
+    }
     given_back = module(**feed)
-    return _logits(graph, given_back), [given_back[entry.present] for entry in signature.entries]
+    after = [given_back[entry.present] for entry in signature.entries]
+    pools = [pool.rows if isinstance(pool, PackedPool) else pool for pool in after]
+    states = [given_back[state.present] for state in signature.states]
+    return logits_of(graph, given_back), pools, states
+
+
+def _kept(graph: Graph, given: Mapping[str, mx.array], states: list[mx.array], counts: mx.array) -> list[mx.array]:
+    """The new states of the rows that had tokens, and the old ones of the others."""
+    kept = []
+    for state, new in zip(graph.signature.states, states, strict=True):
+        shape = [1] * new.ndim
+        shape[state.batch] = -1
+        kept.append(mx.where((counts > 0).reshape(shape), new.astype(given[state.past].dtype), given[state.past]))
+    return kept
+
+
+def small_inputs(graph: Graph, mask: mx.array | None, place: mx.array, rows: int, seq: int) -> dict[str, Any]:
+    """What the graph takes of a step beside tokens and cache: the mask, positions, how many logits it gives."""
+    signature, program = graph.signature, graph.module.program
+    feed: dict[str, Any] = {}
+    if signature.mask and mask is not None:
+        value = program.input(signature.mask)
+        assert value is not None
+        feed[signature.mask] = mask.astype(ops.device_dtype(value.dtype))
+    if signature.positions:
+        feed[signature.positions] = _positions(graph, place, rows, seq)
+    if signature.keep:
+        value = program.input(signature.keep)
+        assert value is not None
+        feed[signature.keep] = np.zeros([1] * len(value.shape or ()), np.int64)
+    return feed
+
+
+def called(graph: Graph, feed: Mapping[str, Any], rows: int) -> dict[str, mx.array]:
+    """The graph's outputs; of one that takes one row at a time, those of all rows, each run by itself."""
+    if not graph.alone:
+        return graph.module(**feed)
+    axes = {part.past: part.batch for part in graph.signature.carried}
+    axes |= {graph.signature.positions: -2}
+    results = {part.present: part.batch for part in graph.signature.carried} | {graph.signature.logits: 0}
+    found = []
+    for row in range(rows):
+        one = {
+            name: mx.take(value, mx.array([row]), axis=axes.get(name, 0)) if isinstance(value, mx.array) else value
+            for name, value in feed.items()
+        }
+        found.append(graph.module(**one))
+    return {name: mx.concatenate([one[name] for one in found], axis=axis) for name, axis in results.items()}
 
 
 def _positions(graph: Graph, place: mx.array, rows: int, seq: int) -> mx.array:
@@ -94,7 +174,7 @@ def _positions(graph: Graph, place: mx.array, rows: int, seq: int) -> mx.array:
     return mx.broadcast_to(place, (axes, rows, seq)) if axes and place.ndim == 2 else place
 
 
-def _logits(graph: Graph, given_back: Mapping[str, mx.array]) -> mx.array:
+def logits_of(graph: Graph, given_back: Mapping[str, mx.array]) -> mx.array:
     """The logits [rows, tokens, vocab]. Raises DecoderError for others than the graph declares."""
     logits = given_back[graph.signature.logits]
     if logits.ndim != 3 or logits.shape[2] != graph.signature.vocab:
@@ -104,44 +184,43 @@ def _logits(graph: Graph, given_back: Mapping[str, mx.array]) -> mx.array:
     return logits
 
 
-def _at(logits: mx.array, ends: mx.array) -> mx.array:
-    """logits [rows, seq, vocab] at each row's token ends [rows]: [rows, vocab]."""
+def logits_at(logits: mx.array, ends: mx.array) -> mx.array:
+    """logits [rows, seq, vocab] at each row's token ends [rows]: [rows, vocab]. A graph may give its last one alone."""
+    ends = mx.minimum(ends, logits.shape[1] - 1)
     at = mx.broadcast_to(ends[:, None, None], (logits.shape[0], 1, logits.shape[2]))
     return mx.take_along_axis(logits, at, axis=1)[:, 0]
 
 
 def unrewritten(graph: Graph, mode: Mode, seq: int, context: int, block: int) -> Callable[..., Any]:
-    """A step over past and present: (pools, tokens, lengths, counts, table, given, positions) → (logits, news).
+    """A step over past and present: (pools, tokens, lengths, counts, table, given, positions) → (logits, news,
+    states').
 
     The news are the keys and values of the step's tokens, [rows · heads, seq, dim] for each entry of the cache.
     """
-    signature, module = graph.signature, graph.module
-    inputs = {value.name: value for value in module.program.inputs}
+    signature = graph.signature
     cache = {"append": _append, "in_place": _in_place, "grow": _grow}[mode]
 
     def run(pools, tokens, lengths, counts, table, given, positions):
         rows = tokens.shape[0]
-        past, mask, fresh = cache(pools, lengths, counts, table, seq, context, signature.entries, block)
+        entries = list(zip(signature.entries, graph.kinds, strict=True))
+        past, mask, fresh = cache(pools, lengths, counts, table, seq, context, entries, block)
         feed: dict[str, Any] = dict(given)
         feed[signature.tokens] = tokens
-        if signature.mask:
-            feed[signature.mask] = mask.astype(ops.device_dtype(inputs[signature.mask].dtype))
-        if signature.positions:
-            place = lengths[:, None] + mx.arange(seq, dtype=mx.int32) if positions is None else positions
-            feed[signature.positions] = _positions(graph, place, rows, seq)
+        place = lengths[:, None] + mx.arange(seq, dtype=mx.int32) if positions is None else positions
+        feed |= small_inputs(graph, mask, place, rows, seq)
         if signature.branch:
             feed[signature.branch] = np.array([context > 0])
-        if signature.keep:
-            shape = inputs[signature.keep].shape or ()
-            feed[signature.keep] = np.zeros([1] * len(shape), np.int64)
         feed |= {entry.past: array for entry, array in zip(signature.entries, past, strict=True)}
-        given_back = module(**feed)
-        logits = _at(_logits(graph, given_back), mx.maximum(counts - 1, 0))
+        ends = mx.maximum(counts - 1, 0)
+        if signature.ends:
+            feed[ENDS] = ends[:, None]
+        given_back = called(graph, feed, rows)
+        logits = logits_at(logits_of(graph, given_back), ends)
         news = [
             fresh(given_back[entry.present].transpose(entry.order).reshape(rows * entry.heads, -1, entry.dim), entry)
             for entry in signature.entries
         ]
-        return logits, news
+        return logits, news, _kept(graph, given, [given_back[state.present] for state in signature.states], counts)
 
     return run
 
@@ -153,7 +232,9 @@ def _append(pools, lengths, counts, table, seq, context, entries, block):
     """
     columns = lengths[:, None] - context + mx.arange(context, dtype=mx.int32)
     index = CacheIndex.make(lengths[:, None] - 1, table).select(columns[:, None])
-    past = [_read(index, pool, entry, block, squeeze=True) for pool, entry in zip(pools, entries, strict=True)]
+    past = [
+        _read(index, pool, entry, kind, block, squeeze=True) for pool, (entry, kind) in zip(pools, entries, strict=True)
+    ]
     real = mx.arange(seq, dtype=mx.int32) < counts[:, None]
     return past, mx.concatenate([columns >= 0, real], axis=1), lambda present, entry: present[:, context:]
 
@@ -161,7 +242,7 @@ def _append(pools, lengths, counts, table, seq, context, entries, block):
 def _in_place(pools, lengths, counts, table, seq, context, entries, block):
     """The past as a buffer into which the graph writes after as many rows as the mask counts, padding included."""
     index = CacheIndex.make(lengths[:, None] - 1, table)
-    past = [_read(index, pool, entry, block) for pool, entry in zip(pools, entries, strict=True)]
+    past = [_read(index, pool, entry, kind, block) for pool, (entry, kind) in zip(pools, entries, strict=True)]
     mask = mx.arange(context, dtype=mx.int32) < lengths[:, None] + seq
 
     def fresh(present, entry):
@@ -177,15 +258,16 @@ def _grow(pools, lengths, counts, table, seq, context, entries, block):
     rows = table.shape[0]
     if context:
         index = CacheIndex.make(lengths[:, None] - 1, table)
-        past = [_read(index, pool, entry, block) for pool, entry in zip(pools, entries, strict=True)]
+        past = [_read(index, pool, entry, kind, block) for pool, (entry, kind) in zip(pools, entries, strict=True)]
     else:
-        past = [mx.zeros(entry.sizes(rows, 0), pool.dtype) for pool, entry in zip(pools, entries, strict=True)]
+        past = [mx.zeros(entry.sizes(rows, 0), ops.device_dtype(entry.dtype)) for entry, _ in entries]
     return past, mx.ones((rows, context + seq), mx.bool_), lambda present, entry: present[:, context:]
 
 
-def _read(index: CacheIndex, pool: mx.array, entry: Entry, block: int, squeeze: bool = False) -> mx.array:
+def _read(index: CacheIndex, pool: mx.array, entry: Entry, kind: Kind, block: int, squeeze: bool = False) -> mx.array:
     """What the index reads of the pool, in the shape of the graph's past."""
     seen = index.heads(entry.heads, block).read(pool)
+    seen = kind.packing.unpack(seen) if kind.packing else seen
     seen = seen[:, 0] if squeeze else seen
     rows, length = seen.shape[0] // entry.heads, seen.shape[1]
     order = entry.order
@@ -193,12 +275,16 @@ def _read(index: CacheIndex, pool: mx.array, entry: Entry, block: int, squeeze: 
     return seen.reshape([sizes[axis] for axis in order]).transpose([order.index(axis) for axis in range(len(order))])
 
 
-def write(entries: Sequence[Entry], block: int) -> Callable[..., Any]:
+def write(kinds: Sequence[Kind], block: int) -> Callable[..., Any]:
+    """The function that writes the news of a step: (pools, news, places, table) → pools'."""
+
     def run(pools, news, places, table):
         index = CacheIndex.make(places, table)
         return [
-            index.heads(entry.heads, block).spare(pool.shape[0] - 1).store(new.astype(pool.dtype), pool)
-            for pool, new, entry in zip(pools, news, entries, strict=True)
+            index.heads(kind.heads, block)
+            .spare(pool.shape[0] - 1)
+            .store(kind.packing.pack(new) if kind.packing else new.astype(pool.dtype), pool)
+            for pool, new, kind in zip(pools, news, kinds, strict=True)
         ]
 
     return run

@@ -104,7 +104,12 @@ class Tokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id, added tokens included."""
-        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return max(self.vocabulary.values(), default=-1) + 1
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Each token's text and its id, added tokens included."""
+        return self.backend.get_vocab(with_added_tokens=True)
 
     def token_id(self, name: str) -> int | None:
         """The id of a special token by its name ("bos_token"), or of a token by its text; None where there is none."""

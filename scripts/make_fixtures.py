@@ -36,11 +36,11 @@ def main() -> None:
     check_versions()
     os.environ["OMP_NUM_THREADS"] = "1"  # sums in one order
     import torch
-    from fixtures import architectures, exports, sweep, variants
+    from fixtures import architectures, carried, exports, sweep, variants
 
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    makers = dict.fromkeys(architectures.CONFIGS, exports.make) | variants.VARIANTS
+    makers = dict.fromkeys(architectures.CONFIGS, exports.make) | variants.VARIANTS | carried.CARRIED
     makers |= {f"sweep/{name}": sweep.make for name in architectures.CONFIGS if name not in architectures.NO_SWEEP}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="name", help=", ".join(makers))

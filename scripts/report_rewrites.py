@@ -11,14 +11,17 @@ import mlx.core as mx
 
 from converters.convert import convert
 from mlx_transmuter.model import load_folder
+from mlx_transmuter.plan import Plan
+from mlx_transmuter.signature import Signature
 
 ROOT = Path(__file__).parent.parent
 FIXTURES = ROOT / "tests" / "fixtures"
 HEAD = """# Rewrites, model by model
 
 Written by `scripts/report_rewrites.py` from the models of the tests (two or three layers each). *nodes*: read from the
-file, and left. *mode*: of the graph as it is. *error*: the largest difference of logits from the unrewritten graph's,
-relative to their spread: in that mode, and over pools. The other columns count what each rewrite made.
+file, and left. *mode*: of the graph as it is, and how it runs where that is unlike others. *error*: the largest
+difference of logits from the unrewritten graph's, relative to their spread: in that mode, and over pools. The other
+columns count what each rewrite made.
 
 """
 
@@ -28,14 +31,14 @@ def main() -> None:
     rows, names = [], []
     with tempfile.TemporaryDirectory() as temporary:
         for source in sorted(path.parent for path in FIXTURES.glob("*/model.onnx")):
-            meta = load_folder(
-                convert(source, "model.onnx", Path(temporary) / source.name, progress=False)
-            ).decoder.program.meta
+            folder = convert(source, "model.onnx", Path(temporary) / source.name, progress=False)
+            program = load_folder(folder).decoder.program
+            meta = program.meta
             names = [record["name"] for record in meta["rewrites"]]
-            mode, tried, nodes = meta["cache_mode"], meta["proof"]["tried"], meta["nodes"]
+            plan, tried, nodes = Plan.of(program, Signature.of(program)).name, meta["proof"]["tried"], meta["nodes"]
             pools = f"{tried['pools']:.0e}" if "pools" in tried else "—"
             counts = " | ".join(str(record["held"] or "") for record in meta["rewrites"])
-            row = (source.name, f"{nodes['read']} → {nodes['kept']}", mode, f"{tried[mode]:.0e}", pools, counts)
+            row = (source.name, f"{nodes['read']} → {nodes['kept']}", plan, f"{tried[plan]:.0e}", pools, counts)
             rows.append(f"| {' | '.join(row)} |")
     columns = ["model", "nodes", "mode", "error", "over pools", *names]
     table = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *rows]

@@ -14,6 +14,7 @@ from conftest import FIXTURES, golden
 from converters import convert as convert_file
 from converters.convert import convert
 from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.generation.rows import prompt_parts
 from mlx_transmuter.model import load_folder
 from mlx_transmuter.module import Module
 
@@ -33,15 +34,10 @@ def rows_of(name: str) -> list[dict]:
     return golden(name)["rows"]
 
 
-def powers(length: int) -> list[int]:
-    """The parts of a prompt: powers of two, the largest first."""
-    return [1 << i for i in range(length.bit_length() - 1, -1, -1) if length >> i & 1]
-
-
 def prefill(run, prompts: list[list[int]]) -> np.ndarray:
     """The logits [rows, vocab] after each prompt."""
     last, start = None, 0
-    for part in powers(max(map(len, prompts))):
+    for part in prompt_parts(max(map(len, prompts)), how=run.decoder.prompts):
         pieces = [prompt[start : start + part] for prompt in prompts]
         counts = [len(piece) for piece in pieces]
         logits = run.step(np.array([piece + [0] * (part - len(piece)) for piece in pieces], np.int32), counts)

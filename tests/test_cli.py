@@ -89,6 +89,8 @@ def test_flags_are_the_settings_they_name(folder):
     }
     assert cli_model.settings(model, parse(["generate", "--temperature", "0"])) == {"do_sample": False}
     assert cli_model.settings(model, parse(["generate"])) == {}
+    guessing = cli_model.settings(model, parse(["generate", "--num-draft-tokens", "5", "--prompt-lookup", "6"]))
+    assert guessing == {"num_assistant_tokens": 5, "prompt_lookup_num_tokens": 6}
 
 
 def test_every_flag_of_sampling_reaches_the_text(run, folder):
@@ -105,6 +107,20 @@ def test_every_flag_of_sampling_reaches_the_text(run, folder):
         )
         + "\n"
     )
+
+
+def test_guesses_change_no_text_and_are_counted(run, folder):
+    asked = ["generate", "--model", folder, "-p", "Hi", "-m", 9, "--temp", 0.01, "--seed", 3]
+    plain = run(*asked)[1].split("==========\n")[1]
+    for flags in (["--prompt-lookup", 4], ["--draft-model", folder, "--num-draft-tokens", 3]):
+        code, out, err = run(*asked, *flags)
+        assert (code, err) == (0, "")
+        _, body, stats = out.split("==========\n")
+        assert body == plain
+        kept, proposed, each = re.search(r"Guesses: (\d+) of (\d+) kept, ([\d.]+) tokens per pass\n", stats).groups()
+        assert int(kept) <= int(proposed)
+        assert 1 <= float(each) <= 4
+    assert int(proposed) == int(kept) > 0  # a model that guesses for itself
 
 
 def test_what_has_no_effect_is_said(run, folder):
@@ -145,8 +161,10 @@ def test_without_a_model_the_demo_answers_its_prompt(run, monkeypatch):
         ("generate --chat-template-config {", "no JSON"),
         ("generate --chat-template-config []", "no JSON object"),
         ("generate --max-tok 5", "unrecognized arguments"),
-        ("generate --kv-bits 4", "unrecognized arguments"),
-        ("generate --draft-model x", "unrecognized arguments"),
+        ("generate --kv-bits 3", "invalid choice"),
+        ("generate --kv-bits 8 --kv-group-size 16", "invalid choice"),
+        ("generate --num-draft-tokens 0", "1 or more"),
+        ("generate --prompt-lookup some", "invalid int value"),
         ("convert", "--hf-path"),
         ("convert --model x --q-bits 4", "need -q"),
         ("convert --model x --quant-predicate mixed_3_6", "need -q"),
@@ -302,6 +320,13 @@ def test_inspect_says_what_the_model_is(run, folder):
     program = json.loads((folder / "program.json").read_text())
     assert sum(found["operators"].values()) == len(program["nodes"])
     assert found["rewrites"] == program["meta"]["rewrites"]
+
+
+def test_inspect_says_how_an_unusual_decoder_runs(run, converted):
+    assert "cache mode   grow, whole prompts\n" in run("inspect", converted("gpt2_reread"))[1]
+    assert "cache mode   append, padding none\n" in run("inspect", converted("lfm2"))[1]
+    out = run("inspect", converted("gpt2_merged"))[1]
+    assert "cache mode   append\nbranch       cached\n" in out
 
 
 def test_inspect_says_why_a_rewrite_did_not_hold(run, folder, tmp_path):

@@ -194,3 +194,26 @@ def test_a_program_that_says_nonsense_of_itself_runs_as_its_graph_declares(meta)
     program = replace(module.program, meta={**module.program.meta, **meta})
     rows = rows_of("llama")[:1]
     assert decoded(Decoder(Module(program, module.weights()), 1), rows) == tokens_of(rows)
+
+
+@pytest.mark.parametrize("pages", [{}, {"paged": True}, {"paged": True, "block": 4}])
+@pytest.mark.parametrize("name", ["llama", "mistral", "bloom", "as it is"])
+def test_a_row_set_back_goes_on_as_if_it_had_never_been_further(name, pages, loaded):
+    decoder = Decoder(plain("llama") if name == "as it is" else loaded(name).decoder, 2)
+    draw = np.random.default_rng(5)
+    prompts = [draw.integers(decoder.vocab // 2, decoder.vocab, n).tolist() for n in (13, 6)]
+    wrong = draw.integers(decoder.vocab // 2, decoder.vocab, (2, 5)).astype(np.int32)
+    right = draw.integers(decoder.vocab // 2, decoder.vocab, (2, 2)).astype(np.int32)
+    straight, run = (decoder.begin([30, 30], **pages) for _ in range(2))
+    for each in (straight, run):
+        prefill(each, prompts)
+    run.evaluate(run.step(wrong, [5, 3]))
+    free = straight.slots.free_slots
+    run.back([13, 6])
+    assert run.slots.free_slots == free
+    found = [each.step(right, [2, 1]) for each in (straight, run)]
+    for each, logits in zip((straight, run), found, strict=True):
+        each.evaluate(logits)
+    np.testing.assert_array_equal(*map(np.array, found))
+    with pytest.raises(DecoderError, match="at most"):
+        run.back([16, 0])

@@ -72,6 +72,22 @@ def test_a_tree_of_guesses_has_the_logits_of_plain_steps_and_its_kept_path_goes_
     assert run.slots.slots - run.slots.free_slots == held  # the guesses that were not kept gave their slots back
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "llama_genai", "gemma"])
+def test_guesses_past_the_end_of_a_context_bucket_have_their_own_positions(name, loaded):
+    """What the row holds fills a bucket; the guesses after it stand further on."""
+    module = loaded(name).decoder
+    plain = Decoder(module, 1)
+    draw = np.random.default_rng(5)
+    prompt, guesses = draw.integers(plain.vocab // 2, plain.vocab, 64).tolist(), [7, 8, 9]
+    run = Decoder(module, 1).begin([80], paged=True)
+    run.evaluate(run.step(np.array([prompt], np.int32), [64]))
+    logits = run.draft(np.array([guesses], np.int32), np.tril(np.ones((1, 3, 3), bool)), np.array([[0, 1, 2]]))
+    run.evaluate(logits)
+    for guess in range(3):
+        want = along(plain, prompt, guesses[: guess + 1])
+        assert np.abs(ops.to_host(logits)[0, guess] - want).max() <= 2e-5 * np.ptp(want)
+
+
 def test_a_row_may_keep_nothing_and_padding_guesses_store_nothing(loaded):
     module = loaded("llama").decoder
     decoder, plain = Decoder(module, 2), Decoder(module, 1)
@@ -94,7 +110,12 @@ def test_a_draft_is_refused_where_it_cannot_be_right(loaded):
     sees, depths = np.ones((1, 1, 1), bool), np.zeros((1, 1), np.int32)
     tokens = np.array([[5]], np.int32)
     unsupported = [name for name in NAMES if "drafts" not in Decoder(loaded(name).decoder, 1).supports]
-    assert unsupported == []
+    states = "states.*past_conv.0"
+    why = {"deltanet_ort": states, "gpt2_reread": "no cache", "lfm2": states}
+    assert unsupported == list(why)
+    for name, match in why.items():
+        with pytest.raises(DecoderError, match=match):
+            Decoder(loaded(name).decoder, 1).begin([8], paged=True).draft(tokens, sees, depths)
     with pytest.raises(DecoderError, match="attention isn't over pools"):
         Decoder(unrewritten("llama"), 1).begin([8], paged=True).draft(tokens, sees, depths)
     decoder = Decoder(loaded("llama").decoder, 1)

@@ -9,6 +9,7 @@ from conftest import NAMES, golden
 
 from mlx_transmuter import generation, ops
 from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.generation.rows import prompt_parts
 
 # How far logits may be from onnxruntime's on the same file, relative to their spread: float32 sums in another order;
 # 4-bit products accumulate in another order over dequantised blocks; half types round each sum.
@@ -22,7 +23,7 @@ def test_logits_are_those_of_onnxruntime(name, loaded):
     for row in golden(name)["rows"]:
         run = decoder.begin([len(row["prompt"])])
         logits, start = None, 0
-        for part in (p for i in range(8, -1, -1) if (p := 1 << i) & len(row["prompt"])):
+        for part in prompt_parts(len(row["prompt"]), how=decoder.prompts):
             logits = run.step(np.array([row["prompt"][start : start + part]], np.int32), [part])
             run.evaluate(logits)
             start += part

@@ -8,11 +8,12 @@ from collections import Counter
 import mlx.core as mx
 import numpy as np
 import pytest
-from decoding import decoded, plain, powers, prefill, rows_of, tokens_of
+from decoding import decoded, plain, prefill, rows_of, tokens_of
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_transmuter import generation, steps
 from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.generation.rows import prompt_parts
 from mlx_transmuter.ops import cached
 
 # Compilations.
@@ -44,7 +45,7 @@ def test_prompts_of_all_lengths_share_a_few_compiled_steps(loaded, monkeypatch):
     gen = generation.compile(ctx, 1)
     wanted = set()
     for length in range(1, 101):
-        steps, end = [*powers(length), *[1] * (new - 1)], 0
+        steps, end = [*prompt_parts(length), *[1] * (new - 1)], 0
         for part in steps:
             end += part
             wanted.add((part, bucket(end), bucket(length + new)))
@@ -113,7 +114,7 @@ def test_a_step_is_one_evaluation_and_reads_one_array(loaded, monkeypatch):
     rows = generation.generate(gen, prompts, [0] * 3)
     monkeypatch.undo()
     assert [len(row) for row in rows] == [9, 9, 9]
-    parts = len(powers(29))
+    parts = len(prompt_parts(29))
     assert len(evaluations) == parts + 9
     assert len(reads) == 9
     assert {(value.dtype, value.shape[0]) for value in reads} == {(mx.int32, 3)}

@@ -16,7 +16,7 @@ buffer;
 7. attention: after settle, which leaves of the repeated keys and of the reshapes only what matters; the past and the
    present become pools, and the mask, which nothing reads any more, goes. group_query: the same for the operator that
    brings its rotation.
-8. last: after attention, since only a program over pools is told which tokens are the last.
+8. last: after attention; also where past and present stay as they are.
 9. heads: after all that look for a transpose; together: what heads found of one product.
 """
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from converters.match import Record, Rewrite, apply
+from converters.match import Graph, Record, Rewrite, apply, renamed
 from converters.passes.attention import attention
 from converters.passes.embedding import embedding
 from converters.passes.experts import experts
@@ -45,6 +45,7 @@ from converters.passes.settle import settle
 from converters.passes.together import together
 from converters.passes.unpacked import unpacked
 from mlx_transmuter.program import Program
+from mlx_transmuter.signature import ENDS, INDEX, LANES, OPTIONAL, TOKENS
 
 # What leaves past and present as they are, and what makes pools of them.
 IN_GRAPH: tuple[Rewrite, ...] = (
@@ -68,13 +69,19 @@ OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last, heads, together
 
 def rewrite(program: Program, order: tuple[Rewrite, ...]) -> tuple[Program, list[Record]]:
     """The program after the rewrites of `order`, without inputs that nothing reads any more; what each rewrite did."""
-    records = []
+    given = {name for node in program.nodes for name in node.outputs}
+    # A value of the graph may have a name that an input of a program over pools has: dynamo's exports call one "index".
+    program = renamed(program, {name: f"{name}.value" for name in given & {INDEX, LANES, ENDS}})
+    records, graph = [], Graph(program)
     for one in order:
-        program, record = apply(program, one)
+        program, record = apply(program, one, graph)
         records.append(record)
+        if program is not graph.program:
+            graph = Graph(program, graph)
+    known = {*OPTIONAL, *TOKENS}  # what is carried stays, also where nothing reads it
     read = {name for node in program.nodes for name in node.reads()} | {value.name for value in program.outputs}
     return replace(
-        program, inputs=tuple(v for v in program.inputs if v.name in read or v.name.startswith("past"))
+        program, inputs=tuple(value for value in program.inputs if value.name in read or value.name not in known)
     ), records
 
 

@@ -15,7 +15,7 @@ from mlx_transmuter.program import Node
 
 def attention(graph: Graph) -> Iterator[Answer]:
     """softmax(q · kᵀ · scale + mask) · v over past and present, or one operator for it → mlx.attention over pools."""
-    seen = Observation.of(graph.program)
+    seen = graph.observation
     if seen is None or seen.signature.index:
         return
     pasts, presents = parts(graph, seen.signature)

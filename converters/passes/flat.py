@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from converters.match import Answer, Become, Graph, is_kind
-from converters.observe import Observation
 from mlx_transmuter.program import Node
 
 
 def flat(graph: Graph) -> Iterator[Answer]:
     """Reshape(mlx.linear(Reshape(x))) → mlx.linear(x), where the shapes say that rows stay rows. As GPT-2's Conv1D."""
-    seen = Observation.of(graph.program)
+    seen = graph.observation
     if seen is None:
         return
     for node in graph.nodes:

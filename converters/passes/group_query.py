@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from converters.match import Answer, Declined, Graph, is_kind
-from converters.observe import Observation
 from converters.passes.layers import Layer, over_pools
 from converters.passes.masks import Mask
 from converters.passes.past import Part
@@ -42,7 +41,7 @@ _POSITIONS = "index.positions"
 def group_query(graph: Graph) -> Iterator[Answer]:
     """GroupQueryAttention(q, k, v, past) → rotary and mlx.attention over pools, at the index's positions."""
     nodes = [node for node in graph.nodes if is_kind(node, _KIND)]
-    seen = Observation.of(graph.program) if nodes else None
+    seen = graph.observation if nodes else None
     if seen is None or seen.signature.index:
         return
     entries = {entry.past: entry for entry in seen.signature.entries}

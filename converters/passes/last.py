@@ -30,7 +30,7 @@ def last(graph: Graph) -> Iterator[Answer]:
             return
         after.append(node)
         node = graph.producer(named[0])
-    if node is None or not signature.index or (after and graph.only_consumer(node.outputs[0]) is None):
+    if node is None or (after and graph.only_consumer(node.outputs[0]) is None):
         return
     rows = f"{node.inputs[0]}.last"
     yield Become(

@@ -22,7 +22,8 @@ def layer_names(graph: Graph, weight: str, *others: str) -> tuple[str, str, str]
     own.
     """
     path = re.sub(r"\.weight(_quantized|_\d+)?$|_quantized$", "", weight)
-    if any(name.startswith(f"{path}.") and name not in (weight, *others) for name in graph.program.arrays):
+    own = (weight, *others)
+    if path == weight or any(name.startswith(f"{path}.") and name not in own for name in graph.program.arrays):
         path += ".layer"
     return path, f"{path}.weight", f"{path}.bias"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from converters.match import Answer, Become, Declined, Graph, is_kind
-from converters.observe import Observation
 from converters.patterns import Maybe, Op, Or, Scalar, Var, Weight, find
 from mlx_transmuter.ops import CODES
 from mlx_transmuter.program import Node
@@ -27,7 +26,7 @@ RMS_NORM = Op("Mul", Maybe("Cast", _NORMED), Weight("w"))
 
 def norms(graph: Graph) -> Iterator[Answer]:
     """w · x / √(mean(x²) + eps) → mlx.rms_norm. Zhang & Sennrich 2019. Casts of x to float32 and back go with it."""
-    seen = Observation.of(graph.program)
+    seen = graph.observation
     if seen is None:
         return
     for node in graph.nodes:

@@ -9,12 +9,12 @@ columns the two differ. The rewrite gives the first use an input of its own, `po
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from converters.match import Answer, Become, Declined, Graph, is_kind
-from converters.observe import TRIALS, Observation
+from converters.observe import TRIALS
 from mlx_transmuter.program import Node, Value
 from mlx_transmuter.signature import declared_mode
 
@@ -27,31 +27,57 @@ _POSITIONS = ("MatMul", "Mul", "Einsum", "Sin", "Cos", "Gather", "RotaryEmbeddin
 
 def positions(graph: Graph) -> Iterator[Answer]:
     """arange(past, past + seq) of shape [1, seq], where it rotates or embeds → the input position_ids [batch, seq]."""
-    seen = Observation.of(graph.program)
+    seen = graph.observation
     if seen is None or seen.signature.positions or declared_mode(graph.program, seen.signature) != "grow":
         return
     wanted = {name for name, value in seen.seen[0].items() if isinstance(value, np.ndarray) and value.dtype.kind == "i"}
     for (_, past, seq), values in zip(TRIALS, seen.seen, strict=True):
         places = np.arange(past, past + seq)[None]
         wanted = {name for name in wanted if values[name].shape == (1, seq) and np.array_equal(values[name], places)}
-    replaced: dict[int, Node] = {}
+    moved = _Moved(graph, {}, [])
     for name in sorted(wanted):
         for reader in graph.consumers(name):
             if any(out in wanted for out in reader.outputs):
                 continue  # the same positions once more, under another name
-            use = "positions" if is_kind(reader, "Shape") else _use(graph, reader, name)
-            if use == "positions":
-                now = replaced.get(id(reader), reader)
-                inputs = tuple(NAME if one == name else one for one in now.inputs)
-                replaced[id(reader)] = replace(now, inputs=inputs)
-            elif use is None:
-                yield Declined(reader, f"the use of positions by {reader.op} is not known")
-    if not any(not is_kind(node, "Shape") for node in replaced.values()):
+            moved.move(reader, name, NAME)
+    yield from (Declined(reader, f"the use of positions by {reader.op} is not known") for reader in moved.unknown)
+    if not any(not is_kind(nodes[0], "Shape") for nodes in moved.nodes.values()):
         return
     value = Value(NAME, "int64", ("batch_size", "sequence_length"))
     for node in graph.nodes:
-        if id(node) in replaced:
-            yield Become(node, (replaced[id(node)],), inputs=(value,))
+        if id(node) in moved.nodes:
+            yield Become(node, moved.nodes[id(node)], inputs=(value,))
+
+
+@dataclass
+class _Moved:
+    """What reads positions, and as what: id(node) -> the nodes that it becomes; and nodes of an unknown use."""
+
+    graph: Graph
+    nodes: dict[int, tuple[Node, ...]]
+    unknown: list[Node]
+
+    def move(self, reader: Node, name: str, to: str) -> None:
+        """Lets the reader of `name` read `to` where it means positions. Where what it gives means both, it does it
+        twice, once of each."""
+        use = "positions" if is_kind(reader, "Shape") else _use(self.graph, reader, name)
+        now, *others = self.nodes.get(id(reader), (reader,))
+        inputs = tuple(to if one == name else one for one in now.inputs)
+        if use == "positions":
+            self.nodes[id(reader)] = (replace(now, inputs=inputs), *others)
+        elif use is None and any(is_kind(reader, kind) for kind in _CARRIES) and _is_both(self.graph, reader):
+            output = f"{reader.outputs[0]}.positions"
+            self.nodes[id(reader)] = (now, *others, replace(reader, inputs=inputs, outputs=(output,)))
+            for after in self.graph.consumers(reader.outputs[0]):
+                self.move(after, reader.outputs[0], output)
+        elif use is None:
+            self.unknown.append(reader)
+
+
+def _is_both(graph: Graph, node: Node) -> bool:
+    """Whether what the node gives is used, all of it, in ways that are known, though not in one."""
+    uses = [_use(graph, reader, node.outputs[0]) for reader in graph.consumers(node.outputs[0])]
+    return len(uses) > 1 and "positions" in uses
 
 
 def _use(graph: Graph, node: Node, name: str, depth: int = 8) -> str | None:

@@ -23,7 +23,7 @@ ROTATED = Op(
 
 def rotary(graph: Graph) -> Iterator[Answer]:
     """x · cos + [−x₂, x₁] · sin → mlx.rotary, where cos and sin have like halves. Su 2021."""
-    seen = Observation.of(graph.program)
+    seen = graph.observation
     if seen is None:
         return
     for node in graph.nodes:
@@ -62,6 +62,6 @@ def _doubled(graph: Graph, value: str, depth: int = 10) -> bool:
         return False
     if is_kind(node, "Concat"):
         return len(node.inputs) == 2 and node.inputs[0] == node.inputs[1]
-    if any(is_kind(node, kind) for kind in ("Cos", "Sin", "Cast", "Unsqueeze", "Mul", "Reshape")):
+    if any(is_kind(node, kind) for kind in ("Cos", "Sin", "Cast", "Unsqueeze", "Mul", "Reshape", "Transpose")):
         return any(_doubled(graph, name, depth - 1) for name in node.inputs)
     return False

@@ -7,19 +7,25 @@ from collections.abc import Iterator
 import numpy as np
 
 from converters.match import Answer, Become, Graph, is_kind
-from converters.observe import Observation
+from converters.observe import TRIALS, Observation
 from mlx_transmuter.program import MAX_CONSTANT_ELEMENTS, Node
 
+# What sizes go through before they are used.
+_SIZES = (
+    "Gather", "Slice", "Squeeze", "Unsqueeze", "Reshape", "Cast", "Identity", "Add", "Sub", "Mul", "Neg", "Min", "Max",
+)  # fmt: skip
 # Operators that give their first input's elements in its order: with the same shape they give the input itself.
 _SAME_ELEMENTS = ("Reshape", "Expand", "Slice", "Unsqueeze", "Squeeze", "Flatten", "Identity", "Tile", "Dropout", "Pad")
 
 
 def settle(graph: Graph) -> Iterator[Answer]:
     """Host values that are the same in steps of every size → constants; nodes that change nothing → their input; the
-    shape of a Reshape that only keeps sizes → a constant with 0 (as it was) and -1 (the rest)."""
-    seen = Observation.of(graph.program)
+    shape of a Reshape that only keeps sizes → a constant with 0 (as it was) and -1 (the rest); the numbers of rows and
+    tokens, where they are read off the past or the mask → read off the tokens."""
+    seen = graph.observation
     if seen is None:
         return
+    sized = _sized(graph, seen)
     for node in graph.nodes:
         values = {name: seen.constant(name) for name in node.outputs if name}
         known = {
@@ -27,6 +33,8 @@ def settle(graph: Graph) -> Iterator[Answer]:
         }
         if known and len(known) == len(values):
             yield Become(node, (), constants=known)
+        elif node.outputs[0] in sized:
+            yield _of_tokens(seen.signature.tokens, node, sized[node.outputs[0]])
         elif (source := _unchanged(graph, seen, node)) is not None:
             yield Become(node, (), aliases={node.outputs[0]: source})
         elif is_kind(node, "Reshape") and graph.constant(node.inputs[1]) is None:
@@ -39,6 +47,38 @@ def settle(graph: Graph) -> Iterator[Answer]:
                     (Node(node.op, (node.inputs[0], name), node.outputs, attrs, node.name),),
                     constants={name: np.array(shape, np.int64)},
                 )
+
+
+def _sized(graph: Graph, seen: Observation) -> dict[str, tuple[int, int]]:
+    """The values on the host that come from the sizes of past, present or mask and are the number of rows or of tokens:
+    the axis of the tokens that has it, and the value's rank."""
+    signature, found = seen.signature, {}
+    reached = {name for entry in signature.entries for name in (entry.past, entry.present)} | {signature.mask}
+    for node in graph.nodes:
+        if not (is_kind(node, "Shape") or any(is_kind(node, kind) for kind in _SIZES)):
+            continue
+        if len(node.outputs) != 1 or not any(name in reached for name in node.inputs):
+            continue
+        name = node.outputs[0]
+        values = [one.get(name) for one in seen.seen]
+        if not all(isinstance(value, np.ndarray) and value.dtype.kind == "i" for value in values):
+            continue
+        reached.add(name)
+        for axis, at in ((0, 0), (1, 2)):
+            wanted = [trial[at] for trial in TRIALS]
+            if all(v.size == 1 and v.ndim <= 1 and v.item() == w for v, w in zip(values, wanted, strict=True)):  # type: ignore[union-attr]
+                found[name] = (axis, values[0].ndim)  # type: ignore[union-attr]
+    return found
+
+
+def _of_tokens(tokens: str, node: Node, size: tuple[int, int]) -> Become:
+    """The node as the size of that axis of the tokens, of that rank."""
+    (axis, rank), name = size, node.outputs[0]
+    if rank:
+        return Become(node, (Node("Shape-1", (tokens,), (name,), {"start": axis, "end": axis + 1}, node.name),))
+    sizes, at = Node("Shape-1", (tokens,), (f"{name}.sizes",)), f"{name}.axis"
+    picked = Node("Gather-1", (sizes.outputs[0], at), (name,), {"axis": 0}, node.name)
+    return Become(node, (sizes, picked), constants={at: np.array(axis, np.int64)})
 
 
 def _unchanged(graph: Graph, seen: Observation, node: Node) -> str | None:

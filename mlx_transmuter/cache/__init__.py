@@ -1,8 +1,10 @@
-"""The cache: where tokens sit (CacheIndex), the arrays they sit in (Pools) and who owns which slot (Slots)."""
+"""The cache: where tokens sit (CacheIndex), the arrays (Pools), who owns which slot (Slots), both (Store)."""
 
 from mlx_transmuter.cache.error import CacheError
 from mlx_transmuter.cache.index import CacheIndex
+from mlx_transmuter.cache.packing import PackedPool, Packing
 from mlx_transmuter.cache.pool import Pools
 from mlx_transmuter.cache.slots import Slots
+from mlx_transmuter.cache.store import Kind, Store
 
-__all__ = ["CacheError", "CacheIndex", "Pools", "Slots"]
+__all__ = ["CacheError", "CacheIndex", "Kind", "PackedPool", "Packing", "Pools", "Slots", "Store"]

@@ -49,8 +49,9 @@ class CacheIndex:
        Under a selection this holds for each chosen column. What is zeroed and what is masked follow from one window.
     7. Values vary, shapes do not: positions and tables are arrays, so one compiled step serves all of them.
 
-    Three methods go beyond: `at` places other tokens in the same lanes, `narrow` reads only the first columns, and
-    `heads` addresses pools that keep heads apart. `store` and `read` are the two halves of `extend`.
+    Four methods go beyond: `at` places other tokens in the same lanes, `narrow` reads only the first columns, `heads`
+    addresses pools that keep heads apart, and `keep` stores what a whole index sees. `store` and `read` are the two
+    halves of `extend`.
     """
 
     _case: str  # "tabled", "whole" or "packed"
@@ -61,7 +62,7 @@ class CacheIndex:
     _every: int = 1
     _window: int | None = None
     _columns: mx.array | None = None  # int32 [batch, seq, k]
-    _slots: mx.array | None = None  # int32 [batch, seq], of a draft
+    _slots: mx.array | None = None  # int32 [batch, seq], of a draft, or of a whole index that keeps its tokens
     _sees: mx.array | None = None  # bool [batch, seq, seq], of a draft
     _stride: int | None = None  # row r of the table is the run of slots from r · stride
     _narrowed: bool = False  # ... and walk says so
@@ -160,7 +161,7 @@ class CacheIndex:
         whole index a column is a token of the lane, or under every a block. Replaces the selection it had. Raises
         CacheError for another shape, k = 0, or a draft.
         """
-        if self._slots is not None:
+        if self._sees is not None:
             raise CacheError("CacheIndex.select", "a draft", "an index without one")
         return replace(self, _columns=integers("CacheIndex.select: columns", columns, [self.batch, self.seq, "k"]))
 
@@ -183,6 +184,16 @@ class CacheIndex:
         return replace(
             self, _slots=slots, _sees=booleans("CacheIndex.draft: sees", sees, [self.batch, self.seq, self.seq])
         )
+
+    def keep(self, slots: Any) -> CacheIndex:
+        """The whole or packed index whose tokens are stored too, at slots int32 [batch, seq] (-1: nowhere).
+
+        What is seen stays values, and extend's pool' has them at the slots. So prompts that begin, several in a lane,
+        run once for all. Raises CacheError for another shape, or an index that is over a table or reads blocks.
+        """
+        if self._table is not None or self._every != 1:
+            raise CacheError("CacheIndex.keep", repr(self), "a whole or packed index, not in blocks")
+        return replace(self, _slots=integers("CacheIndex.keep: slots", slots, [self.batch, self.seq]))
 
     def every(self, m: int) -> CacheIndex:
         """The index read in blocks of m positions, for a layer that keeps one entry per block (law 1).
@@ -306,7 +317,7 @@ class CacheIndex:
         """The number of columns: the table's width (and seq under a draft), or a whole index's tokens or blocks."""
         if self._table is None:
             return -(-self.seq // self._every)
-        return self._read_table.shape[1] + (0 if self._slots is None else self.seq)
+        return self._read_table.shape[1] + (0 if self._sees is None else self.seq)
 
     def positions(self) -> mx.array:
         """The tokens' positions, int32 [batch, seq], padding 0, at most the last column of the positions' table.
@@ -329,18 +340,18 @@ class CacheIndex:
         Raises CacheError for values of another shape or dtype than the pool's.
         """
         values, pool = self._matching("CacheIndex.extend", values, pool)
+        pool = self._store(values, pool)
         if self._table is None and self._columns is None and self._every == 1:
             return values, pool
         if self._table is None:
             return read_rows(values.reshape(self.batch * self.seq, *pool.shape[1:]), self._sources, self._live), pool
-        pool = self._store(values, pool)
         seen = self._read(pool, zero)
-        return (seen if self._slots is None else mx.concatenate([seen, values], axis=1)), pool
+        return (seen if self._sees is None else mx.concatenate([seen, values], axis=1)), pool
 
     def store(self, values: Any, pool: Any) -> mx.array:
         """The pool' of extend alone."""
         values, pool = self._matching("CacheIndex.store", values, pool)
-        return pool if self._table is None else self._store(values, pool)
+        return self._store(values, pool)
 
     def read(self, pool: Any, *, zero: bool = True) -> mx.array:
         """The seen of extend alone, from a pool that store gave.
@@ -361,12 +372,15 @@ class CacheIndex:
 
     def stands(self) -> mx.array:
         """The position at which each column stands, int32 [batch, context]: its own number, a block's last, or under a
-        draft the position of the call's token that it is. Raises CacheError on a whole index and under a selection."""
-        if self._table is None or self._columns is not None:
-            raise CacheError("CacheIndex.stands", repr(self), "an index over a table, without a selection")
+        draft and on a whole index the position of the call's token that it is. Raises CacheError for a whole index in
+        blocks, and under a selection."""
+        if self._columns is not None or (self._table is None and self._every != 1):
+            raise CacheError("CacheIndex.stands", repr(self), "an index without a selection, and of positions if whole")
+        if self._table is None:
+            return self._at
         own = see.stands(mx.arange(self._read_table.shape[1], dtype=mx.int32), self._every)
         own = mx.broadcast_to(own, (self.batch, own.shape[0]))
-        return own if self._slots is None else mx.concatenate([own, self._at], axis=1)
+        return own if self._sees is None else mx.concatenate([own, self._at], axis=1)
 
     def visible(self) -> mx.array:
         """mask for mx.fast.scaled_dot_product_attention: bool [batch, 1, seq, context], or k in place of context."""
@@ -379,7 +393,8 @@ class CacheIndex:
 
         Two indices share a compiled step exactly when their signatures agree: the case (whole, packed, tabled), whether
         row is given, the sizes of blocks in order, every, the window, whether there are a selection and a draft, the
-        run's stride of an index that `narrow` made from rows, and the spare row. Leaves in order: row, positions,
+        run's stride of an index that `narrow` made from rows, the spare row, and whether a whole index keeps its
+        tokens. Leaves in order: row, positions,
         table, tables of blocks, columns, the draft's slots, its sees.
         """
         signature = (
@@ -387,9 +402,10 @@ class CacheIndex:
             ("every", self._every),
             ("window", self._window),
             ("columns", self._columns is not None),
-            ("draft", self._slots is not None),
+            ("draft", self._sees is not None),
             ("run", self._stride if self._narrowed else None),
             ("spare", self._spare),
+            ("keep", self._table is None and self._slots is not None),
         )
         leaves = [self._row, self._pos, self._table, *(table for _, table in self._blocks)]
         leaves += [self._columns, self._slots, self._sees]
@@ -399,9 +415,9 @@ class CacheIndex:
     def from_walk(cls, signature: Signature, leaves: Sequence[mx.array]) -> CacheIndex:
         """The index of a walk, also over a step's tracers: from_walk(*index.walk()) is index."""
         (_, case, has_row, sizes), *reports = signature
-        every, window, has_columns, has_draft, stride, spare = (report for _, report in reports)
+        every, window, has_columns, has_draft, stride, spare, keeps = (report for _, report in reports)
         tabled = case == "tabled"
-        wanted = 1 + tabled + has_row + len(sizes) + has_columns + 2 * has_draft
+        wanted = 1 + tabled + has_row + len(sizes) + has_columns + 2 * has_draft + keeps
         if len(leaves) != wanted:
             raise CacheError("CacheIndex.from_walk", f"{len(leaves)} leaves", f"{wanted} for {signature}")
         rest = iter(leaves)
@@ -410,7 +426,8 @@ class CacheIndex:
         table = next(rest) if tabled else None
         blocks = tuple((m, next(rest)) for m in sizes)
         chosen = next(rest) if has_columns else None
-        slots, sees = (next(rest), next(rest)) if has_draft else (None, None)
+        slots = next(rest) if has_draft or keeps else None
+        sees = next(rest) if has_draft else None
         return cls(case, pos, table, row, blocks, every, window, chosen, slots, sees, stride, stride is not None, spare)
 
     def place(self, at: mx.Device | mx.Stream | mx.DeviceType) -> CacheIndex:
@@ -430,7 +447,7 @@ class CacheIndex:
         parts += [f"every={self._every}"] if self._every != 1 else []
         parts += [f"window={self._window}"] if self._window is not None else []
         parts += [f"select={self._columns.shape[2]}"] if self._columns is not None else []
-        parts += ["draft"] if self._slots is not None else []
+        parts += ["draft"] if self._sees is not None else ["keep"] if self._slots is not None else []
         return f"CacheIndex({', '.join(parts)})"
 
     # What the layers of a step share: computed once per index, not once per pool
@@ -453,6 +470,8 @@ class CacheIndex:
         return values, pool
 
     def _store(self, values: mx.array, pool: mx.array) -> mx.array:
+        if self._table is None and self._slots is None:
+            return pool
         return store_rows(pool, self._targets, values.reshape(self.batch * self.seq, *pool.shape[1:]), self._spare)
 
     def _read(self, pool: mx.array, zero: bool = True) -> mx.array:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_transmuter.cache.error import CacheError, integer, integers
 from mlx_transmuter.cache.storage import store_rows
@@ -43,6 +44,11 @@ class Pools:
 
     def __len__(self) -> int:
         return len(self._kinds)
+
+    @property
+    def given_away(self) -> bool:
+        """Whether the pools are with a step, or went with one that failed."""
+        return self._arrays is None
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -112,7 +118,7 @@ class Pools:
         self._kinds = [(a.shape, a.dtype) for a in arrays]
         self.slots = slots
 
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+    def copy(self, sources: Sequence[int] | np.ndarray, targets: Sequence[int] | np.ndarray) -> None:
         """Copies rows of every pool, by their numbers on axis 0. Reads end before the writes, which stay in place."""
         arrays = self._here("copy")
         if not len(sources) and not len(targets):

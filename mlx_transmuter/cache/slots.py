@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,16 @@ class Slots:
         """How many slots an append can still get: those nobody owns, and those of kept blocks without a user."""
         return (len(self._free) + len(self._idle)) * self.block
 
+    @property
+    def kept_slots(self) -> int:
+        """How many slots are those of kept blocks."""
+        return len(self._kept) * self.block
+
+    @property
+    def idle_slots(self) -> int:
+        """How many slots are those of kept blocks without a user."""
+        return len(self._idle) * self.block
+
     def length(self, sequence: int) -> int:
         """The number of tokens of the sequence."""
         return len(self._of("length", sequence).tokens)
@@ -73,19 +83,16 @@ class Slots:
 
         Whole blocks, and at least the last token is never found, so that a step has a token to run.
         """
-        prompt = _tokens("Slots.open", tokens)
         opened = _Sequence()
-        number = 0
-        for start in range(0, (len(prompt) - 1) // self.block * self.block, self.block):
-            part = tuple(prompt[start : start + self.block])
-            block = self._found.get((number, part))
-            if block is None:
-                break
+        for block, part in self._longest(_tokens("Slots.open", tokens)):
             self._use(block)
             opened.blocks.append(block)
             opened.tokens += part
-            number = self._kept[block][0]
         return self._named(opened), len(opened.tokens)
+
+    def find(self, tokens: Iterable[int]) -> int:
+        """How many first tokens an `open` would find, which this is not: nothing is used."""
+        return sum(len(part) for _, part in self._longest(_tokens("Slots.find", tokens)))
 
     def append(self, sequence: int, tokens: Iterable[int] | int) -> list[tuple[int, int]]:
         """Gives slots to more tokens; the copies (from slot, to slot) to make before the step that runs them.
@@ -151,22 +158,62 @@ class Slots:
         self._release([block for place, block in enumerate(of.blocks) if place not in kept])
         del self._sequences[other]
 
-    def keep(self, sequence: int) -> None:
-        """Lets other sequences find the full blocks of this one: call it once a step has stored their tokens."""
+    def keep(self, sequence: int, tokens: Iterable[int] | None = None) -> None:
+        """Lets other sequences find the full blocks of this one: call it once a step has stored their tokens.
+
+        tokens: the ids of its first ones, where `append` was told only how many. Raises CacheError for more than it
+        has.
+        """
         of = self._of("keep", sequence)
-        number = 0
+        if tokens is not None:
+            told = _tokens("Slots.keep", tokens)
+            if len(told) > len(of.tokens):
+                raise CacheError("Slots.keep: tokens", f"{len(told)}", f"at most the sequence's {len(of.tokens)}")
+            of.tokens[: len(told)] = told
+        number, found = 0, []
         for at, block in enumerate(of.blocks[: len(of.tokens) // self.block]):
             part = of.tokens[at * self.block : (at + 1) * self.block]
             if None in part:
                 break
             key = (number, tuple(part))
             if key not in self._found:
-                assert block not in self._kept, "a kept block's key never changes"
-                self._numbers += 1
-                self._found[key] = block
-                self._kept[block] = (self._numbers, key)
-                self._after.setdefault(number, set()).add(block)
-            number = self._kept[self._found[key]][0]
+                self._keep(block, key)
+            found.append(self._found[key])
+            number = self._kept[found[-1]][0]
+        for block in reversed(found):  # of an earlier sequence with the same tokens: used now too
+            if block in self._idle:
+                self._idle.move_to_end(block)
+
+    def kept(self) -> list[tuple[int, tuple[int | None, ...], int]]:
+        """(before, tokens, block) of every kept block; before: the place in this list of the block before it, or -1."""
+        blocks = sorted(self._kept, key=lambda block: self._kept[block][0])  # one follows only what was kept earlier
+        places = {self._kept[block][0]: place for place, block in enumerate(blocks)}
+        return [(places.get(key[0], -1), key[1], block) for block in blocks for _, key in [self._kept[block]]]
+
+    def restore(self, kept: Iterable[tuple[int, Sequence[int]]]) -> list[int]:
+        """Keeps blocks (before, tokens), as `kept` lists them, in free slots; returns the blocks.
+
+        Fill their slots next. Raises CacheError, and keeps none of them, for a block that comes before the one it
+        follows, is kept already, isn't full, or finds no slot.
+        """
+        blocks: list[int] = []
+        try:
+            for before, tokens in kept:
+                before = integer("Slots.restore: before", before, -1, len(blocks) - 1)
+                part = tuple(_tokens("Slots.restore", tokens))
+                key = (self._kept[blocks[before]][0] if before >= 0 else 0, part)
+                if len(part) != self.block or key in self._found or not self._free:
+                    raise CacheError("Slots.restore", f"block {len(blocks)}", "a full block, kept once, and free slots")
+                block = self._claim()
+                self._keep(block, key)
+                blocks.append(block)
+        except CacheError:
+            for block in reversed(blocks):
+                self._forget(block)
+                self._release([block])
+            raise
+        self._release(blocks)
+        return blocks
 
     def free(self, sequence: int) -> None:
         """Ends the sequence: its slots are free again, or idle where its blocks are kept."""
@@ -203,10 +250,28 @@ class Slots:
             raise CacheError(f"Slots.{what}: sequence", repr(sequence), f"an open one, of {sorted(self._sequences)}")
         return self._sequences[sequence]
 
+    def _longest(self, prompt: list[int | None]) -> Iterator[tuple[int, tuple[int | None, ...]]]:
+        """The kept blocks that the prompt begins with, and their tokens; without its last token."""
+        number = 0
+        for start in range(0, (len(prompt) - 1) // self.block * self.block, self.block):
+            part = tuple(prompt[start : start + self.block])
+            block = self._found.get((number, part))
+            if block is None:
+                return
+            yield block, part
+            number = self._kept[block][0]
+
     def _named(self, sequence: _Sequence) -> int:
         self._next += 1
         self._sequences[self._next] = sequence
         return self._next
+
+    def _keep(self, block: int, key: _Key) -> None:
+        assert block not in self._kept, "a kept block's key never changes"
+        self._numbers += 1
+        self._found[key] = block
+        self._kept[block] = (self._numbers, key)
+        self._after.setdefault(key[0], set()).add(block)
 
     def _use(self, block: int) -> None:
         self._uses[block] += 1

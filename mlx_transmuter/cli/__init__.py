@@ -20,6 +20,9 @@ DESCRIPTION = "Run ONNX decoders on Apple silicon through MLX."
 SAMPLING = """\
 The temperature comes before top-k, top-p and min-p, as in transformers; mlx_lm applies it last, so the same flags keep
 other tokens there. What no flag says, the model's generation_config.json does."""
+CACHE = """\
+generate and chat take the file as --prompt-cache-file. They are given the whole prompt all the same, and compute what
+comes after the longest beginning that is in the file; a system prompt alone is worth a file."""
 USAGE, FAILURE, INTERRUPTED, TERMINATED, PIPE_CLOSED = 2, 1, 130, 143, 141
 
 
@@ -78,16 +81,14 @@ def _parser() -> argparse.ArgumentParser:
             name, help=summary, description=summary[0].upper() + summary[1:] + ".", epilog=epilog, allow_abbrev=False
         )
         added.set_defaults(
-            run=lambda args: import_module(f"mlx_transmuter.cli.{name}").run(args), usage_error=added.error
+            run=lambda args: import_module(f"mlx_transmuter.cli.{name.replace('-', '_')}").run(args),
+            usage_error=added.error,
         )
         return added
 
     generate = command("generate", "continue a prompt, or answer it where the model has a chat template", SAMPLING)
     _model_arguments(generate)
-    prompt = generate.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", "-p", metavar="TEXT", help='the prompt; "-" reads it from stdin')
-    prompt.add_argument("--prompt-file", metavar="FILE", type=_text_file, help="the prompt, from a UTF-8 file")
-    generate.add_argument("--ignore-chat-template", action="store_true", help="give the prompt to the model as it is")
+    _prompt_arguments(generate)
     _generation_arguments(generate)
     generate.add_argument(
         "--verbose", nargs="?", type=_bool, const=True, default=True, metavar="True|False",
@@ -97,6 +98,13 @@ def _parser() -> argparse.ArgumentParser:
     chat = command("chat", "hold a conversation (/reset begins anew, /exit or Ctrl-D leaves)", SAMPLING)
     _model_arguments(chat)
     _generation_arguments(chat)
+
+    cached = command("cache-prompt", "run a prompt once, for prompts that begin with it", CACHE)
+    _model_arguments(cached)
+    _prompt_arguments(cached)
+    _chat_arguments(cached)
+    _cache_arguments(cached)
+    cached.add_argument("--prompt-cache-file", required=True, metavar="FILE", help="the safetensors file to write")
 
     convert = command("convert", "convert an ONNX decoder into a folder that loads without onnx")
     convert.add_argument(
@@ -150,10 +158,33 @@ def _file_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the repository")
 
 
-def _generation_arguments(parser: argparse.ArgumentParser) -> None:
+def _prompt_arguments(parser: argparse.ArgumentParser) -> None:
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", "-p", metavar="TEXT", help='the prompt; "-" reads it from stdin')
+    prompt.add_argument("--prompt-file", metavar="FILE", type=_text_file, help="the prompt, from a UTF-8 file")
+    parser.add_argument("--ignore-chat-template", action="store_true", help="give the prompt to the model as it is")
+
+
+def _cache_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--kv-bits", type=int, choices=(4, 8), metavar="4|8", help="keep keys and values in so many bits an element")
+    add(
+        "--kv-group-size", type=int, choices=(32, 64, 128), default=64, metavar="32|64|128",
+        help="elements that share a scale there (default: 64)",
+    )  # fmt: skip
+
+
+def _chat_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--system-prompt", metavar="TEXT", help="a system message before the prompt")
     add("--chat-template-config", type=_json_object, default={}, metavar="JSON", help="variables of the chat template")
+
+
+def _generation_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _chat_arguments(parser)
+    add("--prompt-cache-file", metavar="FILE", help="what cache-prompt computed; the prompt begins with its tokens")
+    _cache_arguments(parser)
     add(
         "--max-tokens",
         "-m",
@@ -166,6 +197,14 @@ def _generation_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=_number(int, 0), metavar="K", help="sample among the best K tokens; 0 is all")
     add("--min-p", type=_number(float, 0, 1), metavar="P", help="drop tokens below this part of the best one")
     add("--seed", type=_number(int, 0), metavar="N", help="seed of sampling (default: another one each time)")
+    add("--draft-model", metavar="SOURCE", help="a smaller model of the same tokenizer that guesses tokens; same text")
+    add("--num-draft-tokens", type=_number(int, 1), metavar="N", help="most guesses of the draft model at once")
+    add(
+        "--prompt-lookup",
+        type=_number(int, 1),
+        metavar="N",
+        help="guess up to N tokens from the text so far; same text",
+    )
     add("--extra-eos-token", nargs="+", default=[], metavar="TOKEN", help="more tokens, or ids, that end the text")
 
 

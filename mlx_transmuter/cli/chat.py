@@ -1,4 +1,4 @@
-"""`mlx-transmuter chat`: a conversation that keeps what was said."""
+"""`mlx-transmuter chat`: a conversation that keeps what was said, and what was computed of it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 import contextlib
 import sys
 
-from mlx_transmuter.cli.model import label, load, messages, note, task
-from mlx_transmuter.generation import GenerationError
+from mlx_transmuter.cli.model import label, load, messages, note, packing, prompt_cache, task
+from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.tokenizer import TokenizerError
 
 
@@ -17,7 +17,11 @@ def run(args: argparse.Namespace) -> int:
     model = load(args)
     if model.tokenizer is None or not model.tokenizer.has_chat_template:
         raise GenerationError(label(args), "no chat template", "a model made for chats", "use generate instead")
-    generation = task(model, args)
+    cache = prompt_cache(model, args)
+    if cache is None:
+        with contextlib.suppress(GenerationError):  # a model without one computes each turn from its beginning
+            cache = PromptCache(model, **packing(args))
+    generation = task(model, args, cache)
     note("/reset begins anew, Ctrl-C stops an answer, /exit or Ctrl-D leaves")
     said = messages(args)
     while True:

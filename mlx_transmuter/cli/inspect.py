@@ -11,7 +11,9 @@ from typing import Any
 
 from mlx_transmuter.cli.model import load
 from mlx_transmuter.model import Model
+from mlx_transmuter.plan import Plan
 from mlx_transmuter.program import Value
+from mlx_transmuter.signature import Signature
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,6 +39,8 @@ def facts(model: Model) -> dict[str, Any]:
         "source": meta.get("source"),
         "model_type": model.config.get("model_type"),
         "cache_mode": model.cache_mode,
+        "plan": Plan.of(program, Signature.of(program)).name,
+        "branch": meta.get("branch"),
         "max_positions": meta.get("max_positions"),
         "size": sum(file.stat().st_size for file in model.folder.glob("*.safetensors")),
         "parameters": dict(parameters.most_common()),
@@ -66,7 +70,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"folder       {found['folder']}",
         f"source       {source or 'unknown'}",
         f"model type   {found['model_type'] or 'unknown'}",
-        f"cache mode   {found['cache_mode']}",
+        f"cache mode   {found['plan']}",
+        *([f"branch       {found['branch']}"] if found["branch"] else []),
         f"positions    {found['max_positions'] or 'no limit known'}",
         f"weights      {found['size'] / 1e6:,.1f} MB: {parameters}",
         f"tokenizer    {_tokenizer_line(tokenizer)}",

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from mlx_transmuter import hub
-from mlx_transmuter.generation import GenerationError
+from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.model import Model
 from mlx_transmuter.tasks import text
 
 DEMO = Path(__file__).parent.parent / "demo"
+DEMO_PROMPT = "Tell me a story about a fox."
 
 
 def load(args: argparse.Namespace) -> Model:
@@ -27,9 +28,55 @@ def label(args: argparse.Namespace) -> str:
     return args.model or "the demo model"
 
 
-def task(model: Model, args: argparse.Namespace) -> text.TextGeneration:
+def task(model: Model, args: argparse.Namespace, cache: PromptCache | None = None) -> text.TextGeneration:
     """Text generation with the settings of the flags."""
-    return text.generation(model, chat_template_vars=args.chat_template_config, **settings(model, args))
+    draft = None if args.draft_model is None else hub.load(args.draft_model)
+    if draft is None and args.num_draft_tokens is not None:
+        note("--num-draft-tokens has no effect without --draft-model")
+    more = {"chat_template_vars": args.chat_template_config, "prompt_cache": cache, "assistant_model": draft}
+    return text.generation(model, **more, **settings(model, args))
+
+
+def asked(args: argparse.Namespace) -> str:
+    """The text of --prompt and its like. Ends with a usage error where there is none."""
+    given = args.prompt if args.prompt is not None else args.prompt_file
+    if given is None and args.model is not None:
+        args.usage_error("no prompt: give --prompt TEXT, --prompt - or --prompt-file FILE")
+    if args.prompt == "-":
+        try:
+            return sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            args.usage_error(f"the prompt on stdin is no UTF-8: {error}")
+    return DEMO_PROMPT if given is None else given
+
+
+def rendered(model: Model, args: argparse.Namespace, prompt: str) -> str | list[dict[str, str]]:
+    """The prompt as the messages of a chat where the model has a template for them, else as it is."""
+    if model.tokenizer is None:
+        raise GenerationError(
+            label(args), "no tokenizer.json", "one beside the model", "use the Python API, which takes ids"
+        )
+    if model.tokenizer.has_chat_template and not args.ignore_chat_template:
+        return [*messages(args), {"role": "user", "content": prompt}]
+    if args.system_prompt:
+        note("--system-prompt has no effect without a chat template")
+    return prompt
+
+
+def prompt_cache(model: Model, args: argparse.Namespace) -> PromptCache | None:
+    """The cache of --prompt-cache-file, whose bits then go for --kv-bits where that isn't given; None without the
+    flag."""
+    if args.prompt_cache_file is None:
+        return None
+    cache = PromptCache.load(args.prompt_cache_file, model)
+    if args.kv_bits is None:
+        args.kv_bits, args.kv_group_size = cache.kv_bits, cache.kv_group_size
+    return cache
+
+
+def packing(args: argparse.Namespace) -> dict[str, Any]:
+    """What --kv-bits and --kv-group-size ask for."""
+    return {"kv_bits": args.kv_bits, "kv_group_size": args.kv_group_size}
 
 
 def settings(model: Model, args: argparse.Namespace) -> dict[str, Any]:
@@ -44,8 +91,14 @@ def settings(model: Model, args: argparse.Namespace) -> dict[str, Any]:
         given = {"do_sample": False}
     elif given:
         given["do_sample"] = True
-    if args.max_tokens is not None:
-        given["max_new_tokens"] = args.max_tokens
+    named = {
+        "max_new_tokens": args.max_tokens,
+        "num_assistant_tokens": args.num_draft_tokens,
+        "prompt_lookup_num_tokens": args.prompt_lookup,
+    }
+    given |= {name: value for name, value in named.items() if value is not None}
+    if args.kv_bits is not None:
+        given |= packing(args)
     if args.extra_eos_token:
         extra = [_token_id(model, token) for token in args.extra_eos_token]
         given["eos_token_id"] = [*text.eos_token_ids(model), *extra]

@@ -9,8 +9,10 @@ from mlx_transmuter.generation.batch import Step
 from mlx_transmuter.generation.bits import from_bits, to_bits
 from mlx_transmuter.generation.context import Compiled, Context, compile, context
 from mlx_transmuter.generation.errors import GenerationError
+from mlx_transmuter.generation.guesses import Guesses
 from mlx_transmuter.generation.inputs import prompt_inputs
 from mlx_transmuter.generation.loop import run
+from mlx_transmuter.generation.prompt_cache import PromptCache
 from mlx_transmuter.generation.rows import Result, Token
 from mlx_transmuter.generation.settings import SETTINGS, Settings, max_new_tokens
 from mlx_transmuter.signature import outputs
@@ -20,6 +22,8 @@ __all__ = [
     "Compiled",
     "Context",
     "GenerationError",
+    "Guesses",
+    "PromptCache",
     "Result",
     "Settings",
     "Step",
@@ -42,18 +46,21 @@ def generate(
     seeds: Sequence[int],
     inputs: Mapping[str, Any] | None = None,
     on_token: Callable[[dict[str, Any]], Any] | None = None,
+    *,
+    prompt_cache: PromptCache | None = None,
 ) -> list[list[Token]]:
     """The new tokens after each prompt, without the eos token; `run` also tells why each text ended.
 
     prompts: batch_size lists of token ids; [] is a padding row. seeds: one int per prompt. inputs: the arrays that the
     context names in `given`, with one row per prompt; `position_ids`, per prompt a list of its positions on each axis,
     [] for the default; `encoder_input_ids`, per prompt the encoder's tokens, which the encoder_ settings read.
+    prompt_cache: what earlier calls with it computed for the beginnings of these prompts.
 
     on_token gets a dict after each step of a group: `token` int32, -1 where a text has no new one, `finished` bool and,
     with token_logprobs, `logprob` float32, each with one entry per text. Raises GenerationError for wrong prompts,
     seeds or inputs.
     """
-    steps = run(gen, prompts, seeds, inputs)
+    steps = run(gen, prompts, seeds, inputs, prompt_cache=prompt_cache)
     while True:
         try:
             step = next(steps)

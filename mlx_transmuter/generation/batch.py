@@ -11,7 +11,8 @@ import numpy as np
 
 from mlx_transmuter.generation.context import Compiled
 from mlx_transmuter.generation.errors import GenerationError
-from mlx_transmuter.generation.rows import LENGTH, Positions, Result, integers
+from mlx_transmuter.generation.prompt_cache import PromptCache
+from mlx_transmuter.generation.rows import LENGTH, Positions, Result, Row, integers
 
 # Inputs of a call that are not inputs of the decoder.
 ENCODER_TOKENS, POSITIONS = "encoder_input_ids", "position_ids"
@@ -48,6 +49,7 @@ class Batch:
         inputs: Mapping[str, Any],
         stop: Sequence[Stop | None] | None = None,
         cancel: threading.Event | None = None,
+        prompt_cache: PromptCache | None = None,
     ):
         self.gen, self.ctx, self.settings = gen, gen.context, gen.context.settings
         rest = dict(inputs)
@@ -62,7 +64,12 @@ class Batch:
         self.sources = self._sources(rest.pop(ENCODER_TOKENS, None))
         given = rest.pop(POSITIONS, None) if POSITIONS not in self.ctx.given else None
         self.positions = Positions(given, self.prompts, gen.decoder.max_positions) if given else None
+        if self.positions is not None and gen.guesses:
+            raise GenerationError(
+                f"input {POSITIONS}", "positions, and guesses of several tokens", "one of them", "leave out the guesses"
+            )
         self.inputs = self._inputs(rest)
+        self.prompt_cache = self._usable(prompt_cache)
         self.limits = [self._limit(len(prompt)) if prompt else 0 for prompt in self.prompts]
         texts = self.settings.num_return_sequences
         self.results = [Result([], LENGTH) for _ in range(gen.batch_size * texts)]
@@ -72,6 +79,18 @@ class Batch:
     def cancelled(self) -> bool:
         """Whether the caller gave the run up."""
         return self.cancel is not None and self.cancel.is_set()
+
+    def accept(self, rows: Mapping[int, Row], chosen: Mapping[int, tuple[int, float | None]]) -> Step:
+        """The Step in which the rows of texts take what was chosen, row → (token, log-probability); those that have
+        ended take nothing."""
+        new = {}
+        for row, (token, logprob) in chosen.items():
+            text = rows[row]
+            if text.live:
+                if text.accept(token, logprob, self.settings.eos_token_id, self.stop[row // self.settings.width]):
+                    new[row] = token, logprob
+                self.finished[row] = not text.live
+        return self.step(new)
 
     def step(self, new: Mapping[int, tuple[int, float | None]]) -> Step:
         """The Step of new tokens, text → (token, log-probability)."""
@@ -86,6 +105,22 @@ class Batch:
         count, most = self.ctx.new_tokens(length), self.gen.decoder.max_positions
         # The last token needs no position, for no step takes it.
         return min(count, most - length + 1) if most else count
+
+    def _usable(self, cache: PromptCache | None) -> PromptCache | None:
+        if cache is None:
+            return None
+        found = None
+        if cache.module is not getattr(self.gen.decoder, "module", None):
+            found = "one of another model"
+        elif cache.store.kinds != self.gen.decoder.kinds:
+            found = f"one with kv_bits={cache.kv_bits}, kv_group_size={cache.kv_group_size}, which this context hasn't"
+        elif self.positions is not None:
+            found = "one, and prompts with positions of their own"
+        if found:
+            raise GenerationError(
+                "prompt_cache", found, "one of this model, for prompts of tokens alone", "leave it out"
+            )
+        return cache
 
     def _sources(self, given: Sequence[Sequence[int]] | None) -> list[list[int]]:
         if given is not None:

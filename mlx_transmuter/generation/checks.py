@@ -72,6 +72,13 @@ def early_stopping(value: Any) -> bool | str:
     return value
 
 
+def schedule(value: Any) -> str:
+    """How the number of guesses follows what was right."""
+    if value not in ("constant", "heuristic", "heuristic_transient"):
+        raise Wrong("'constant', 'heuristic' or 'heuristic_transient'")
+    return value
+
+
 def any_ids(value: Any) -> tuple[int, ...]:
     """A list of ints, each once; ids outside the vocabulary are no error, for they match nothing."""
     if not _is_sequence(value) or not all(_is_integer(token) for token in value):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_transmuter.cache.packing import BITS, GROUP_SIZES
 from mlx_transmuter.decoder import Decoder
 from mlx_transmuter.generation.errors import GenerationError
 from mlx_transmuter.generation.processors import Custom
@@ -23,8 +24,11 @@ class Context:
     processors: tuple[Custom, ...]
     token_logprobs: bool
     prefill_step_size: int | None
+    kv_bits: int | None
+    kv_group_size: int
     generation_config: Mapping[str, Any]
     options: Mapping[str, Any]
+    assistant_model: Any = None
 
     @property
     def encoder_decoder(self) -> bool:
@@ -44,6 +48,14 @@ class Context:
 
 
 @dataclass(frozen=True)
+class Assistant:
+    """A decoder that guesses for another one of the same vocabulary and as many rows, and its choice of tokens."""
+
+    decoder: Any
+    selection: Selection
+
+
+@dataclass(frozen=True)
 class Compiled:
     """A context for batches of `batch_size` prompts, each of which has `settings.width` rows of the decoder."""
 
@@ -51,6 +63,18 @@ class Compiled:
     batch_size: int
     decoder: Any
     selection: Selection
+    assistant: Assistant | None = None
+
+    @property
+    def guesses(self) -> int:
+        """The most guesses of a row's next tokens in one pass; 0 where tokens come one by one."""
+        settings = self.context.settings
+        return (settings.prompt_lookup_num_tokens or 0) if self.assistant is None else settings.num_assistant_tokens
+
+    @property
+    def compilations(self) -> int:
+        """How many step functions were compiled, the assistant's among them."""
+        return self.decoder.compilations + (self.assistant.decoder.compilations if self.assistant else 0)
 
 
 def context(
@@ -64,6 +88,9 @@ def context(
     num_beams: int | None = None,
     max_new_tokens: int | None = None,
     prefill_step_size: int | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    assistant_model: Any = None,
     **options: Any,
 ) -> Context:
     """The context of generation for model: the settings of its generation_config.json and, before them, of options.
@@ -73,7 +100,10 @@ def context(
     `prompt`, `generated` (the last token first) and `vocab`, and returns an array of the same shape at each step;
     `process` takes the logits [vocab] of the row and that array and returns logits. num_beams, max_new_tokens and
     options are names of generation_config.json (`SETTINGS`). prefill_step_size: the most tokens of a prompt that one
-    step takes.
+    step takes, of a decoder that takes prompts in parts. kv_bits: 8 or 4, to keep keys and values in so many bits an
+    element, in groups of kv_group_size (32, 64 or 128), which changes the numbers (docs/caches.md says how much).
+    assistant_model: a smaller model of the same vocabulary, which guesses tokens that the model then checks, several in
+    one pass; the texts stay the same.
 
     Raises GenerationError for an unknown name, a value out of range, or a setting that is not supported.
     """
@@ -81,6 +111,9 @@ def context(
         raise GenerationError(
             "context", "a model of embeddings", "a decoder of token ids", "leave out embed and image_token"
         )
+    if kv_bits not in (None, *BITS) or kv_group_size not in GROUP_SIZES:
+        found = f"{kv_bits} bits in groups of {kv_group_size}"
+        raise GenerationError("kv_bits", found, f"{' or '.join(map(str, BITS))} bits in groups of 32, 64 or 128")
     if prefill_step_size is not None and prefill_step_size < 1:
         raise GenerationError("prefill_step_size", str(prefill_step_size), "at least 1")
     named = {"num_beams": num_beams, "max_new_tokens": max_new_tokens}
@@ -90,21 +123,80 @@ def context(
         pairs = tuple((state, process) for state, process in processors)
     except TypeError:
         raise GenerationError("processors", repr(processors)[:80], "pairs of functions (state, process)") from None
+    chosen = settings(config, options)
+    if assistant_model is not None:
+        _check_assistant(model, assistant_model, chosen)
     return Context(
-        model, settings(config, options), tuple(given), pairs, token_logprobs, prefill_step_size, config, dict(options)
+        model,
+        chosen,
+        tuple(given),
+        pairs,
+        token_logprobs,
+        prefill_step_size,
+        kv_bits,
+        kv_group_size,
+        config,
+        dict(options),
+        assistant_model,
     )
 
 
-def compile(ctx: Context, batch_size: int, *, decoder: Any = None) -> Compiled:
+def _check_drafts(where: str, decoder: Any) -> None:
+    if "drafts" not in decoder.supports:
+        raise GenerationError(
+            where,
+            "a graph whose attention was not rewritten onto pools, which cannot check or take back tokens",
+            "a model whose conversion says that it was (mlx-transmuter inspect)",
+            "leave it out",
+        )
+
+
+def _check_assistant(model: Any, assistant: Any, chosen: Settings) -> None:
+    for name, given, harmless in (
+        ("num_beams", chosen.num_beams, 1),
+        ("prompt_lookup_num_tokens", chosen.prompt_lookup_num_tokens, None),
+    ):
+        if given != harmless:
+            found = f"{given} with an assistant_model"
+            raise GenerationError(f"setting {name}", found, str(harmless), "leave one of them out")
+    own, other = (getattr(each, "tokenizer", None) for each in (model, assistant))
+    if own is not None and other is not None and own.vocabulary != other.vocabulary:
+        differing = len({token for token, _ in own.vocabulary.items() ^ other.vocabulary.items()})
+        raise GenerationError(
+            "assistant_model",
+            f"a tokenizer of which {differing} tokens differ",
+            "the model's own tokenizer",
+            "take a smaller model of the same family",
+        )
+
+
+def compile(ctx: Context, batch_size: int, *, decoder: Any = None, assistant: Any = None) -> Compiled:
     """ctx for batches of batch_size prompts. Steps and the choice of tokens are compiled at their first use.
 
-    decoder: one that was made for batch_size × width rows of the same model, where the caller has it. Call this in the
-    thread that generates: what MLX compiles belongs to a thread. Raises GenerationError for settings with ids outside
-    the vocabulary.
+    decoder: one that was made for batch_size × width rows of the same model, where the caller has it; assistant: the
+    same of the assistant model. Call this in the thread that generates: what MLX compiles belongs to a thread. Raises
+    GenerationError for settings with ids outside the vocabulary, for guesses where the model cannot check several
+    tokens in one pass, and for an assistant model of another vocabulary.
     """
     if batch_size < 1:
         raise GenerationError("batch_size", str(batch_size), "at least 1")
     if decoder is None:
-        decoder = Decoder(ctx.model.decoder, batch_size * ctx.settings.width)
+        rows = batch_size * ctx.settings.width
+        decoder = Decoder(ctx.model.decoder, rows, kv_bits=ctx.kv_bits, kv_group_size=ctx.kv_group_size)
+    if ctx.assistant_model is not None:
+        _check_drafts("assistant_model", decoder)
+    elif ctx.settings.prompt_lookup_num_tokens:
+        _check_drafts("setting prompt_lookup_num_tokens", decoder)
     selection = Selection(ctx.settings, decoder.vocab, ctx.processors, ctx.token_logprobs)
-    return Compiled(ctx, batch_size, decoder, selection)
+    return Compiled(ctx, batch_size, decoder, selection, _assistant(ctx, decoder, assistant))
+
+
+def _assistant(ctx: Context, decoder: Any, own: Any) -> Assistant | None:
+    if ctx.assistant_model is None:
+        return None
+    own = Decoder(ctx.assistant_model.decoder, decoder.rows) if own is None else own
+    _check_drafts("the assistant_model", own)
+    if own.vocab != decoder.vocab:
+        raise GenerationError("assistant_model", f"logits of {own.vocab} tokens", f"the model's {decoder.vocab}")
+    # What the assistant guesses with is what the model chooses with, and says how sure it is.
+    return Assistant(own, Selection(ctx.settings, own.vocab, ctx.processors, logprobs=True))

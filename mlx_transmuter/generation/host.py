@@ -39,17 +39,18 @@ class HostView:
         self.encoder = [Ngrams(encoder_size, source) for source in sources] if encoder_size > 1 else []
         self.shapes: list[tuple[int, ...]] = []
 
-    def arrays(self, texts: Sequence[Sequence[int] | None]) -> State:
-        """The arrays for the next token of rows with these tokens, prompt and new ones; None is a row that gets
-        none."""
+    def arrays(self, texts: Sequence[Sequence[int] | None], rows: Sequence[int] | None = None) -> State:
+        """The arrays for the next token of rows with these tokens, prompt and new ones; None is a row that gets none.
+
+        rows: the row of each text, where they are not one text per row.
+        """
         found: State = {}
+        of = list(zip(range(len(texts)) if rows is None else rows, texts, strict=True))
         if self.own or self.encoder:
-            banned = [self._banned(row, text) for row, text in enumerate(texts)]
+            banned = [self._banned(row, text) for row, text in of]
             found["banned"] = mx.array(padded_ids(banned, self.vocab))
         for index, (state, _) in enumerate(self.custom):
-            found[custom_name(index)] = mx.array(
-                self._stacked(index, [self._seen(state, *row) for row in enumerate(texts)])
-            )
+            found[custom_name(index)] = mx.array(self._stacked(index, [self._seen(state, *row) for row in of]))
         return found
 
     def _banned(self, row: int, text: Sequence[int] | None) -> list[int]:

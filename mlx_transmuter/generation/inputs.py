@@ -18,17 +18,18 @@ def prompt_inputs(model: Any, batch_size: int, length: int) -> tuple[dict[str, A
 
     The cache is empty, each row has the positions from 0, and all tokens count, those of padding after a text too: the
     decoder is causal, so a text does not see them. Returns the inputs of a call and those that the host must know
-    (use_cache_branch). A model that is no decoder with a cache has neither: ({}, {}).
+    (use_cache_branch). A model that is no decoder with a cache has neither: ({}, {}); one without a cache that computes
+    the logits of chosen tokens alone is told all of them.
     """
     module = getattr(model, "decoder", model)
     try:
         signature = Signature.of(module.program)
     except (SignatureError, ProgramError):
         return {}, {}
-    if not signature.entries:
-        return {}, {}
-    declared = {value.name: value for value in module.program.inputs}
     places = mx.broadcast_to(mx.arange(length, dtype=mx.int32), (batch_size, length))
+    if not signature.carried:
+        return ({ENDS: places} if signature.ends else {}), {}
+    declared = {value.name: value for value in module.program.inputs}
     found: dict[str, Any] = {}
     static: dict[str, np.ndarray] = {}
     if signature.mask:
@@ -49,4 +50,6 @@ def prompt_inputs(model: Any, batch_size: int, length: int) -> tuple[dict[str, A
         # A whole index neither reads nor writes the pools.
         shape = (entry.heads, entry.dim) if signature.index else entry.sizes(batch_size, 0)
         found[entry.past] = mx.zeros(shape, ops.device_dtype(entry.dtype))
+    for state in signature.states:
+        found[state.past] = mx.zeros(state.sizes(batch_size), ops.device_dtype(state.dtype))
     return found, static

@@ -13,8 +13,10 @@ from mlx_transmuter.generation.batch import Batch, Step, Stop
 from mlx_transmuter.generation.beam import Beams
 from mlx_transmuter.generation.context import Compiled
 from mlx_transmuter.generation.group import Group
-from mlx_transmuter.generation.rows import CANCELLED, LENGTH, STOP, Result, Row, listed
+from mlx_transmuter.generation.prompt_cache import PromptCache
+from mlx_transmuter.generation.rows import CANCELLED, LENGTH, STOP, Result, listed
 from mlx_transmuter.generation.selection import row_keys
+from mlx_transmuter.generation.speculate import speculate
 
 
 def run(
@@ -25,17 +27,19 @@ def run(
     *,
     stop: Sequence[Stop | None] | None = None,
     cancel: threading.Event | None = None,
+    prompt_cache: PromptCache | None = None,
 ) -> Generator[Step, None, list[Result]]:
     """Generates after each prompt; yields a Step after each token of a group of prompts, and returns the Results.
 
     prompts, seeds, inputs: as for `generate`. With num_return_sequences n, prompt i has the texts i × n to i × n + n -
     1. stop: per prompt None, or a function of a text's new tokens that ends it as an eos does; the token that ends it
     stays. cancel, set from any thread, ends the run after the token at hand, and so does closing the generator. A beam
-    search yields its steps when its texts are known.
+    search yields its steps when its texts are known. prompt_cache: what it has of a prompt isn't computed again, and at
+    the end it has the prompts and texts of this run, also of one that was ended early.
 
-    Raises GenerationError at once for wrong prompts, seeds or inputs.
+    Raises GenerationError at once for wrong prompts, seeds or inputs, or a prompt cache of another model.
     """
-    return _steps(Batch(gen, prompts, seeds, inputs or {}, stop, cancel))
+    return _steps(Batch(gen, prompts, seeds, inputs or {}, stop, cancel, prompt_cache))
 
 
 def _steps(batch: Batch) -> Generator[Step, None, list[Result]]:
@@ -44,7 +48,14 @@ def _steps(batch: Batch) -> Generator[Step, None, list[Result]]:
     for rows in batch.gen.decoder.groups(lengths):
         group = Group(batch, sorted({row // width for row in rows}))
         try:
-            yield from (_search(group) if batch.settings.num_beams > 1 else _choose(group))
+            if batch.settings.num_beams > 1:
+                yield from _search(group)
+            else:
+                yield from speculate(group) if batch.gen.guesses else _choose(group)
+            group.remember()
+        except GeneratorExit:  # a run given up between two steps; after any other end its slots may be half written
+            group.remember()
+            raise
         finally:
             group.run.close()
     return batch.results
@@ -53,8 +64,7 @@ def _steps(batch: Batch) -> Generator[Step, None, list[Result]]:
 def _choose(group: Group) -> Generator[Step, None, None]:
     """Greedy choice and sampling: one token per row and step."""
     batch, selection = group.batch, group.selection
-    owner = {row: row // group.width for row in group.rows}
-    rows = {row: Row(batch.prompts[prompt], batch.limits[prompt]) for row, prompt in owner.items()}
+    rows = group.texts()
     logits = group.prefill()
     state, fixed = group.state(row_keys(batch.seeds, group.width) if batch.settings.do_sample else [])
     # Without a part of the host in the choice, a step can be on its way before the token before it is read.
@@ -79,18 +89,12 @@ def _choose(group: Group) -> Generator[Step, None, None]:
             following = submit(group.step(packed[:, :1], counts))
         read = np.array(packed)
         logprobs = read[:, 1].view(np.float32).tolist() if batch.ctx.token_logprobs else [None] * len(read)
-        new = {}
-        for row, text in rows.items():
-            if text.live:
-                if text.accept(int(read[row, 0]), logprobs[row], batch.settings.eos_token_id, batch.stop[owner[row]]):
-                    new[row] = text.tokens[-1], logprobs[row]
-                batch.finished[row] = not text.live
-        yield batch.step(new)
+        yield batch.accept(rows, {row: (int(read[row, 0]), logprobs[row]) for row in rows})
         if batch.cancelled or not any(counts := going(unread=0)):
             break
         packed = following if following is not None else submit(group.step(read[:, :1], counts))
     for row, text in rows.items():
-        batch.results[row] = Result(listed(text.tokens, text.logprobs), text.finish_reason or CANCELLED)
+        batch.results[row] = text.result()
 
 
 def _search(group: Group) -> Generator[Step, None, None]:

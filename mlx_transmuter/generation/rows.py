@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mlx_transmuter.generation.errors import GenerationError
+from mlx_transmuter.generation.guesses import Guesses
+
+# The most tokens of a lane of several prompts.
+PACKED = 512
 
 # Why a text ends. "cancelled" is for a run that its caller gave up.
 STOP, LENGTH, CANCELLED = "stop", "length", "cancelled"
@@ -24,22 +28,24 @@ class Token(NamedTuple):
 
 @dataclass
 class Result:
-    """A text: its tokens without the eos, why it ended, and under beam search its score."""
+    """A text: its tokens without the eos, why it ended, its score under beam search, and what guesses brought."""
 
     tokens: list[Token]
     finish_reason: str
     score: float | None = None
+    guesses: Guesses | None = None
 
 
 @dataclass
 class Row:
-    """A row that gets one token per step. `limit`: its most new tokens. `text`: the prompt and the new tokens."""
+    """A row that gets a token after the other. `limit`: its most new tokens. `text`: the prompt and the new tokens."""
 
     prompt: list[int]
     limit: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    guesses: Guesses | None = None
 
     def __post_init__(self) -> None:
         self.text = list(self.prompt)
@@ -71,20 +77,55 @@ class Row:
             self.finish_reason = LENGTH
         return True
 
+    def result(self) -> Result:
+        """The text as it is; one that has not ended was cancelled."""
+        return Result(listed(self.tokens, self.logprobs), self.finish_reason or CANCELLED, guesses=self.guesses)
+
 
 def listed(tokens: Sequence[int], logprobs: Sequence[float]) -> list[Token]:
     """Tokens with their log-probabilities, where there are any."""
     return [Token(token, logprob) for token, logprob in zip(tokens, logprobs or [None] * len(tokens), strict=True)]
 
 
-def prompt_parts(length: int, most: int | None = None) -> list[int]:
-    """The steps of a prompt of length tokens: powers of two, the largest first, none above most (45: 32, 8, 4, 1)."""
+def prompt_parts(length: int, most: int | None = None, how: str = "parts") -> list[int]:
+    """The steps of a prompt of length tokens: powers of two, the largest first, none above most (45: 32, 8, 4, 1).
+
+    how: what the decoder takes (see its Plan): "parts", a "whole" prompt, or "single" tokens.
+    """
+    if how != "parts":
+        return [length] if how == "whole" else [1] * length
     parts: list[int] = []
     while length:
         part = 1 << (min(length, most or length).bit_length() - 1)
         parts.append(part)
         length -= part
     return parts
+
+
+def packs(lengths: Mapping[int, int], rows: int, most: int | None = None) -> list[tuple[list[int], int]]:
+    """(rows, size) of each lane of size tokens that runs these rows' prompts; [] where that wins too little.
+
+    lengths: row → its prompt's. Steps of all rows take rows × the longest; the lanes must save more than a quarter of
+    it, for each size is a shape to compile. There are eight sizes an octave. Prompts stay whole, in lanes of at most
+    PACKED tokens, or `most`: every token is weighed against every other of its lane.
+    """
+    limit, lanes = min(PACKED, most or PACKED), []
+    longest = max(lengths.values())
+    if longest > limit:
+        return []
+    for row, length in lengths.items():
+        if not lanes or lanes[-1][1] + length > limit:
+            lanes.append(([], 0))
+        members, total = lanes[-1]
+        lanes[-1] = [*members, row], total + length
+    sized = [(members, min(limit, _lane(total))) for members, total in lanes]
+    taken = sum(size for _, size in sized)
+    return sized if 4 * taken < 3 * rows * longest else []
+
+
+def _lane(length: int) -> int:
+    step = max(1, (1 << (length - 1).bit_length()) // 16)
+    return -(-length // step) * step
 
 
 def integers(name: str, values: Iterable[Any]) -> list[int]:

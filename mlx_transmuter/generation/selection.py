@@ -17,9 +17,10 @@ from mlx_transmuter.generation.warpers import LOWEST, log_softmax
 class Selection:
     """The choice of tokens under one set of settings, for any number of rows.
 
-    `tokens` chooses one token per row; `candidates` the best continuations of each prompt's beams. Both are compiled
-    once per shape. `reads` names the arrays of the state in use, `host` those that the host gives before each token:
-    without any, a step needs nothing of the token before it but the token itself.
+    `tokens` chooses one token per row, `path` those along a tree of guesses, `candidates` the best continuations of
+    each prompt's beams. All are compiled once per shape. `reads` names the arrays of the state in use, `host` those
+    that the host gives before each token: without any, a step needs nothing of the token before it but the token
+    itself.
     """
 
     def __init__(self, settings: Settings, vocab: int, custom: Sequence[Custom] = (), logprobs: bool = False):
@@ -33,6 +34,7 @@ class Selection:
             self.reads.add("keys")
         self.count = min(settings.candidates * settings.num_beams, settings.num_beams * vocab)
         self._tokens = mx.compile(self._choose)
+        self._path = mx.compile(self._walk)
         self._candidates = mx.compile(self._rank)
         self._follow = mx.compile(lambda state, parents, tokens: moved(inherited(state, parents), tokens))
 
@@ -58,6 +60,29 @@ class Selection:
         type. fixed: the fixed arrays and those that the host gives for this token.
         """
         return self._tokens(logits, state, fixed)
+
+    def path(
+        self,
+        logits: mx.array,
+        state: State,
+        fixed: State,
+        given: State,
+        tokens: mx.array,
+        parents: mx.array,
+        depth: int,
+    ) -> tuple[mx.array, State]:
+        """The tokens that plain decoding chooses after node 0 of each row's tree of guesses and along the guesses it
+        chooses too, and the state after them.
+
+        int32 [rows, depth, 1 or 2]: for each node of the path what `tokens` gives; what stands after the path's end is
+        unspecified. logits: [rows, nodes, vocab]. given: arrays [rows, nodes, ...], those that the host gives for each
+        node. tokens, parents: int32 [rows, nodes], the tree; a parent of -1 is none. depth: nodes of the longest path.
+
+        This is not the rejection sampling of Leviathan et al. 2023, whose texts only have the right distribution: each
+        choice is made from the true logits, with the processors' state and the random key that it has without guesses,
+        and a guess counts where it equals it. So texts, log-probabilities and seeds mean the same with and without.
+        """
+        return self._path(logits, state, fixed, given, tokens, parents, depth)
 
     def candidates(self, logits: mx.array, state: State, fixed: State, scores: mx.array) -> tuple[mx.array, State]:
         """The best continuations of each prompt, for beam scores float32 [rows].
@@ -103,6 +128,30 @@ class Selection:
             columns.append(_bits(mx.take_along_axis(log_softmax(scores), chosen, axis=-1)))
         return mx.concatenate(columns, axis=-1), moved(state, chosen[:, 0])
 
+    def _walk(
+        self,
+        logits: mx.array,
+        state: State,
+        fixed: State,
+        given: State,
+        tokens: mx.array,
+        parents: mx.array,
+        depth: int,
+    ) -> tuple[mx.array, State]:
+        rows = mx.arange(logits.shape[0])
+        node, live = mx.zeros(rows.shape, mx.int32), mx.ones(rows.shape, mx.bool_)
+        found = []
+        for _ in range(depth):
+            here = {name: array[rows, node] for name, array in given.items()}
+            packed, after = self._choose(logits[rows, node], state, fixed | here)
+            # The state goes on along the path alone: as many keys are used, as many tokens seen, as were chosen.
+            state = {name: _where(live, after[name], array) for name, array in state.items()}
+            found.append(packed)
+            fits = (tokens == packed[:, :1]) & (parents == node[:, None])
+            live = live & mx.any(fits, axis=-1)
+            node = mx.where(live, mx.argmax(fits, axis=-1).astype(mx.int32), node)
+        return mx.stack(found, axis=1), state
+
     def _rank(self, logits: mx.array, state: State, fixed: State, scores: mx.array) -> tuple[mx.array, State]:
         processed = self.processed(log_softmax(logits.astype(mx.float32)), state, fixed)
         total = mx.maximum(mx.maximum(processed, LOWEST) + scores[:, None], LOWEST)
@@ -135,6 +184,11 @@ def _noise(state: State, size: int) -> tuple[mx.array, State]:
     keys = mx.vmap(mx.random.split)(state["keys"])
     noise = mx.vmap(lambda key: mx.random.gumbel((size,), key=key))(keys[:, 1])
     return noise, {**state, "keys": keys[:, 0]}
+
+
+def _where(rows: mx.array, yes: mx.array, no: mx.array) -> mx.array:
+    """yes in the rows [rows] that are true, no in the others."""
+    return mx.where(rows.reshape(-1, *[1] * (yes.ndim - 1)), yes, no)
 
 
 def _bits(values: mx.array) -> mx.array:

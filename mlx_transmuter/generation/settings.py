@@ -61,7 +61,7 @@ def _refused(note: str, *harmless: Any) -> Setting:
 
 _ALIKE = "a cache or compilation of Python transformers; the tokens are the same"
 _OUTPUT = "an output of Python transformers; the tokens are the same"
-_ASSISTED = "read only with an assistant model, which is refused by its own name"
+_ASSISTED = "read only with an assistant model of another vocabulary or of fewer layers, which are refused"
 
 SETTINGS: dict[str, Setting] = {
     # how many tokens
@@ -118,6 +118,30 @@ SETTINGS: dict[str, Setting] = {
     ),
     "eta_cutoff": _supported("epsilon_cutoff by the entropy", checks.number(0, below=1), 0.0, when_sampling=True),
     "renormalize_logits": _supported("log-softmax after all processors", checks.boolean, False),
+    # guesses, checked several in one pass: the tokens are the same
+    "prompt_lookup_num_tokens": _supported(
+        "the most guesses in a pass, from what followed the last tokens before", checks.integer(1), golden=False
+    ),
+    "max_matching_ngram_size": _supported(
+        "the most last tokens that prompt lookup looks for", checks.integer(1), 2, golden=False
+    ),
+    "num_assistant_tokens": _supported(
+        "the most guesses of assistant_model in a pass", checks.integer(1), 20, golden=False
+    ),
+    "num_assistant_tokens_schedule": _supported(
+        "constant, or heuristic: two guesses more after all were right (up to the most), else one less; for prompt "
+        "lookup too",
+        checks.schedule,
+        "constant",
+        golden=False,
+    ),
+    "assistant_confidence_threshold": _supported(
+        "assistant_model guesses on while its own token has this probability",
+        checks.number(0, 1),
+        0.0,
+        0.4,
+        golden=False,
+    ),
     # special tokens that a task or the form of a result needs
     "bos_token_id": _supported(
         "begins the decoder of an encoder-decoder without decoder_start_token_id", checks.first_id, golden=False
@@ -130,9 +154,7 @@ SETTINGS: dict[str, Setting] = {
     **dict.fromkeys(("output_attentions", "output_hidden_states", "output_scores", "output_logits"), _neutral(_OUTPUT)),
     "return_dict_in_generate": _neutral(_OUTPUT),
     "transformers_version": _neutral("what wrote the file"),
-    **dict.fromkeys(("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule"), _neutral(_ASSISTED)),
-    **dict.fromkeys(("assistant_confidence_threshold", "max_matching_ngram_size"), _neutral(_ASSISTED)),
-    **dict.fromkeys(("assistant_lookbehind", "target_lookbehind"), _neutral(_ASSISTED)),
+    **dict.fromkeys(("is_assistant", "assistant_lookbehind", "target_lookbehind"), _neutral(_ASSISTED)),
     # names that would change the tokens
     "max_time": _refused("a limit in seconds gives other tokens on each machine: cancel the run instead"),
     "num_beam_groups": _refused("diverse beam search left transformers in 4.57", 1),
@@ -145,9 +167,8 @@ SETTINGS: dict[str, Setting] = {
     "guidance_scale": _refused("classifier-free guidance runs a second prompt", 1.0),
     "watermarking_config": _refused("give the watermark as one of `processors`"),
     "token_healing": _refused("heal the prompt before it is given", False),
-    "prompt_lookup_num_tokens": _refused("assisted generation is no setting here"),
-    "assistant_early_exit": _refused("assisted generation is no setting here"),
-    "assistant_model": _refused("assisted generation is no setting here"),
+    "assistant_early_exit": _refused("give a smaller model as `assistant_model`"),
+    "assistant_model": _refused("give it to generation.context or to the task, as a Model"),
     "prefix_allowed_tokens_fn": _refused("give the constraint as one of `processors`"),
     "logits_processor": _refused("give them as `processors`"),
     "stopping_criteria": _refused("give `stop` to generation.run"),
@@ -189,6 +210,11 @@ class Settings:
     epsilon_cutoff: float
     eta_cutoff: float
     renormalize_logits: bool
+    prompt_lookup_num_tokens: int | None
+    max_matching_ngram_size: int
+    num_assistant_tokens: int
+    num_assistant_tokens_schedule: str
+    assistant_confidence_threshold: float
     bos_token_id: int | None
     decoder_start_token_id: int | None
 
@@ -256,6 +282,10 @@ def _check_together(chosen: Settings) -> None:
     if 1 < chosen.num_beams < chosen.num_return_sequences:
         raise GenerationError(
             "setting num_return_sequences", f"{chosen.num_return_sequences}", f"at most num_beams, {chosen.num_beams}"
+        )
+    if chosen.prompt_lookup_num_tokens and chosen.num_beams > 1:
+        raise GenerationError(
+            "setting num_beams", f"{chosen.num_beams} with prompt_lookup_num_tokens", "1", "leave one of them out"
         )
     if chosen.bad_words_ids and all(len(word) == 1 and word[0] in chosen.eos_token_id for word in chosen.bad_words_ids):
         raise GenerationError(

@@ -5,6 +5,7 @@
 
 import mlx.core as mx
 
+from mlx_transmuter.cache import PackedPool
 from mlx_transmuter.ops.registry import op
 
 
@@ -37,11 +38,11 @@ def alibi(index, seen, *, slopes):
 def attention(q, k, v, keys, values, lanes, seen, sinks=None, *, scale: float, softcap: float = 0.0):
     """Attention of q over what the cache holds, this step's k and v included: (output, keys', values').
 
-    q [rows, heads, seq, dim]; k, v [rows, kv, seq, dim]; keys, values: pools [kv · slots, dim]; without values, keys is
-    one pool for both, [2 kv · slots, dim] or [kv · slots, 2 dim], and (output, keys') comes back. seen: bool [rows, 1,
-    seq, context] or an additive mask [rows, heads, seq, context]. sinks [heads]: a score of no column in each softmax.
-    softcap: scores become c · tanh(score / c). The output is [rows, heads, seq, dim]; heads share the keys of heads /
-    kv heads. q may come as [rows · heads, seq, dim]; so does the output then.
+    q [rows, heads, seq, dim]; k, v [rows, kv, seq, dim]; keys, values: pools [kv · slots, dim], or PackedPools; without
+    values, keys is one pool for both, [2 kv · slots, dim] or [kv · slots, 2 dim], and (output, keys') comes back. seen:
+    bool [rows, 1, seq, context] or an additive mask [rows, heads, seq, context]. sinks [heads]: a score of no column in
+    each softmax. softcap: scores become c · tanh(score / c). The output is [rows, heads, seq, dim]; heads share the
+    keys of heads / kv heads. q may come as [rows · heads, seq, dim]; so does the output then.
     """
     rows, kv, seq, dim = k.shape
     if q.ndim == 3:
@@ -49,15 +50,11 @@ def attention(q, k, v, keys, values, lanes, seen, sinks=None, *, scale: float, s
             q.reshape(rows, -1, seq, dim), k, v, keys, values, lanes, seen, sinks, scale=scale, softcap=softcap
         )
         return (out.reshape(q.shape[0], seq, -1), *pools)
-    # The pools of a run are its own and hold no NaN, so columns that nobody sees needn't be made zero.
     if values is None:
         k, v, *pools = _both(k, v, keys, lanes)
     else:
-        # A module may have been cast since its pools got their type.
-        k = k.reshape(rows * kv, seq, dim).astype(keys.dtype)
-        v = v.reshape(rows * kv, seq, v.shape[3]).astype(values.dtype)
-        k, keys = lanes.extend(k, keys, zero=False)
-        v, values = lanes.extend(v, values, zero=False)
+        k, keys = _extended(lanes, k.reshape(rows * kv, seq, dim), keys)
+        v, values = _extended(lanes, v.reshape(rows * kv, seq, v.shape[3]), values)
         pools = (keys, values)
     seen = seen if seen.dtype == mx.bool_ else seen.astype(q.dtype)
     sinks = None if sinks is None else sinks.astype(q.dtype)
@@ -72,11 +69,21 @@ def _both(k, v, pool, lanes):
     the pool.
     """
     rows, _, seq, dim = k.shape
-    axis = 1 if pool.shape[1] == dim else 3  # values after the keys of all heads, or after those of each
-    new = mx.concatenate([k, v], axis=axis).astype(pool.dtype)
-    held, pool = lanes.extend(new.reshape(-1, seq, new.shape[3]), pool, zero=False)
+    width = pool.packing.dim if isinstance(pool, PackedPool) else pool.shape[1]
+    axis = 1 if width == dim else 3  # values after the keys of all heads, or after those of each
+    new = mx.concatenate([k, v], axis=axis)
+    held, pool = _extended(lanes, new.reshape(-1, seq, new.shape[3]), pool)
     held = held.reshape(rows, new.shape[1], -1, new.shape[3])
     return *(part.reshape(-1, *part.shape[2:]) for part in mx.split(held, [k.shape[axis]], axis=axis)), pool
+
+
+def _extended(lanes, values, pool):
+    """lanes.extend of values [lanes, seq, dim]: (seen, pool')."""
+    # The pools of a run are its own and hold no NaN, so columns that nobody sees needn't be made zero.
+    if isinstance(pool, PackedPool):
+        return pool.extend(lanes, values, zero=False)
+    # A module may have been cast since its pools got their type.
+    return lanes.extend(values.astype(pool.dtype), pool, zero=False)
 
 
 def _has_kernel() -> bool:

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import generation as loop
-from mlx_transmuter.generation import GenerationError
+from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.model import Model
 
 Steps = Generator[loop.Step, None, list[loop.Result]]
@@ -25,19 +25,22 @@ class Result:
 
     text: up to the eos or the stop string, neither included; "" where the model has no tokenizer. tokens: ids without
     the eos; the token that completed a stop string is among them. logprobs: one per token, or None where not asked for.
-    finish_reason: "stop" at an eos or a stop string, "length" at the limit of tokens.
+    finish_reason: "stop" at an eos or a stop string, "length" at the limit of tokens. guesses: what speculative
+    decoding brought (passes, proposed, kept, tokens_per_pass), or None without it.
     """
 
     text: str
     tokens: list[int]
     logprobs: list[float] | None
     finish_reason: str
+    guesses: loop.Guesses | None = None
 
 
 class Piece(str):
     """A piece of text that will not change, and is a str; the numbers beside it are those of the stream so far.
 
-    One comes with each token, often empty; the last one has the finish_reason. token: its id, None for an eos.
+    One comes with each token, often empty; the last one has the finish_reason, and under speculative decoding the
+    guesses. token: its id, None for an eos.
     logprobs: its log-probability, or None where not asked for. prompt_tps and generation_tps: tokens per second, the
     latter 0 before the second token. peak_memory: the most that MLX held in this process, in 10⁹ bytes.
     """
@@ -50,6 +53,7 @@ class Piece(str):
     generation_tps: float
     peak_memory: float
     finish_reason: str | None
+    guesses: loop.Guesses | None
 
     @property
     def text(self) -> str:
@@ -57,26 +61,44 @@ class Piece(str):
 
 
 def generation(
-    model: Model, *, token_logprobs: bool = False, chat_template_vars: Mapping[str, Any] | None = None, **settings: Any
+    model: Model,
+    *,
+    token_logprobs: bool = False,
+    chat_template_vars: Mapping[str, Any] | None = None,
+    prompt_cache: PromptCache | None = None,
+    assistant_model: Model | None = None,
+    **settings: Any,
 ) -> TextGeneration:
     """A callable that continues prompts with `model`.
 
     settings: names of generation_config.json, which go before the model's own; stop_strings among them. The eos ids of
     the model's files and its tokenizer are joined unless eos_token_id is given. chat_template_vars: what the chat
-    template reads besides the messages. Raises GenerationError for an unknown name or a value out of range.
+    template reads besides the messages. prompt_cache: what is computed stays there, so that a later prompt which begins
+    like an earlier one, or its text, runs only its own tail. assistant_model: a smaller model of the same tokenizer,
+    whose guesses `model` checks several at once; prompt_lookup_num_tokens among the settings takes them from the text
+    itself. The texts are the same with any of them as without. Raises GenerationError for an unknown name or a value
+    out of range.
     """
-    return TextGeneration(model, token_logprobs, chat_template_vars or {}, settings)
+    return TextGeneration(model, token_logprobs, chat_template_vars or {}, assistant_model, settings, prompt_cache)
 
 
 class TextGeneration:
     """What `generation` returns. Compiled shapes stay between calls; a batch runs as the next power of two of rows."""
 
-    def __init__(self, model: Model, token_logprobs: bool, template_vars: Mapping[str, Any], settings: dict[str, Any]):
-        self.tokenizer = model.tokenizer
+    def __init__(
+        self,
+        model: Model,
+        token_logprobs: bool,
+        template_vars: Mapping[str, Any],
+        assistant: Model | None,
+        settings: dict[str, Any],
+        prompt_cache: PromptCache | None = None,
+    ):
+        self.tokenizer, self.prompt_cache = model.tokenizer, prompt_cache
         self.template_vars = dict(template_vars)
         if "eos_token_id" not in settings and (eos := eos_token_ids(model)):
             settings = {**settings, "eos_token_id": eos}
-        self.context = loop.context(model, token_logprobs=token_logprobs, **settings)
+        self.context = loop.context(model, token_logprobs=token_logprobs, assistant_model=assistant, **settings)
         self.stop_strings = self.context.settings.stop_strings
         if self.stop_strings and self.tokenizer is None:
             raise GenerationError(
@@ -150,7 +172,7 @@ class TextGeneration:
     @property
     def compilations(self) -> int:
         """How many step functions were compiled, one for each shape."""
-        return sum(gen.decoder.compilations for gen in self._compiled.values())
+        return sum(gen.compilations for gen in self._compiled.values())
 
     def _run(self, ids: Sequence[list[int]], seed: int | Sequence[int] | None) -> Steps:
         """The steps of `generation.run` for these prompts, in a batch of the next power of two."""
@@ -165,7 +187,8 @@ class TextGeneration:
             raise GenerationError("seed", f"{len(seeds)} seeds", f"one, or one for each of {len(ids)} prompts")
         padding = size - len(ids)
         stop = self._stops if self.stop_strings else None
-        return loop.run(self._compiled[size], [*ids, *[[]] * padding], [*seeds, *[0] * padding], stop=[stop] * size)
+        prompts, seeds = [*ids, *[[]] * padding], [*seeds, *[0] * padding]
+        return loop.run(self._compiled[size], prompts, seeds, stop=[stop] * size, prompt_cache=self.prompt_cache)
 
     def _pieces(self, prompt_tokens: int, steps: Steps) -> Generator[Piece, None, None]:
         decoder = self.tokenizer.stream() if self.tokenizer else None
@@ -180,14 +203,14 @@ class TextGeneration:
             if token is not None:
                 count += 1
                 final += decoder.push(token) if decoder else ""
-            reason = None
+            reason = guesses = None
             end = len(final) - _held(final, self.stop_strings)
             if step.finished[0]:
                 result = self._result(_results(steps)[0])
-                final, end, reason = result.text, len(result.text), result.finish_reason
+                final, end, reason, guesses = result.text, len(result.text), result.finish_reason, result.guesses
             piece = Piece(final[sent:end])
             sent = end
-            piece.token, piece.finish_reason = token, reason
+            piece.token, piece.finish_reason, piece.guesses = token, reason, guesses
             piece.logprobs = float(step.logprob[0]) if step.logprob is not None and token is not None else None
             piece.prompt_tokens, piece.generation_tokens = prompt_tokens, count
             piece.prompt_tps = prompt_tokens / max(first - started, 1e-9)
@@ -205,7 +228,8 @@ class TextGeneration:
         text = self.tokenizer.decode(tokens) if self.tokenizer else ""
         ends = [place for stop in self.stop_strings if (place := text.find(stop)) >= 0]
         logprobs = [token.logprob for token in result.tokens] if self.context.token_logprobs else None
-        return Result(text[: min(ends, default=len(text))], tokens, logprobs, result.finish_reason)  # type: ignore[arg-type]
+        text = text[: min(ends, default=len(text))]
+        return Result(text, tokens, logprobs, result.finish_reason, result.guesses)  # type: ignore[arg-type]
 
 
 def eos_token_ids(model: Model) -> list[int]:

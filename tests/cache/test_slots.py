@@ -63,7 +63,9 @@ class Model(RuleBasedStateMachine):
 
     @rule(prompt=TOKENS, stores=st.booleans())
     def open(self, prompt: list[int], stores: bool):
+        before = self.slots.find(prompt)
         sequence, found = self.slots.open(prompt)
+        assert found == before
         assert found % self.slots.block == 0
         assert found < max(1, len(prompt))
         assert found == 0 or tuple(prompt[:found]) in self.kept
@@ -167,6 +169,26 @@ class Model(RuleBasedStateMachine):
                 held, wanted = self.memory[slot], tuple(tokens[: position + 1])
                 assert held == wanted
 
+    @rule()
+    def copy(self):
+        """What is kept, told to other slots, is found there as here, in blocks of the same tokens."""
+        kept = self.slots.kept()
+        assert len(kept) * self.slots.block == self.slots.kept_slots
+        other = Slots(self.slots.kept_slots, self.slots.block)
+        blocks = other.restore((before, tokens) for before, tokens, _ in kept)
+        assert sorted(blocks) == list(range(len(kept)))
+        assert other.free_slots == other.idle_slots == other.slots
+        for prefix in self.kept:
+            found = other.find([*prefix, 0])
+            assert found == self.slots.find([*prefix, 0])
+            places = {block: place for place, (_, _, block) in enumerate(kept)}
+            (mine, _), (theirs, _) = self.slots.open([*prefix, 0]), other.open([*prefix, 0])
+            own, moved = self.slots.table([mine], max(found, 1))[0], other.table([theirs], max(found, 1))[0]
+            for slot, there in zip(own[:found].tolist(), moved[:found].tolist(), strict=True):
+                assert there == blocks[places[slot // other.block]] * other.block + slot % other.block
+            self.slots.free(mine)
+            other.free(theirs)
+
     @invariant()
     def no_slot_is_lost(self):
         """The blocks that no sequence has are those an append can get."""
@@ -222,6 +244,52 @@ def test_the_least_recently_used_prompt_goes_first_and_its_end_before_its_beginn
     other, _ = slots.open()
     slots.append(other, 2)
     assert [slots.open([*tokens, 0])[1] for tokens in (first, second)] == [4, 2]
+
+
+def test_a_prompt_that_ran_again_in_slots_of_its_own_was_used_too():
+    """Its last block is never found, so that its slots are others; those that are kept are as young as the rest."""
+    slots = Slots(8, 2)
+    first, second = [1, 2, 3, 4], [5, 6]
+    slots.free(prompt(slots, first))
+    slots.free(prompt(slots, second))
+    slots.free(prompt(slots, first))
+    other, _ = slots.open()
+    slots.append(other, 4)
+    assert [slots.find([*tokens, 0]) for tokens in (first, second)] == [4, 0]
+
+
+def test_tokens_may_be_told_when_they_are_kept():
+    slots = Slots(8, 2)
+    sequence, _ = slots.open()
+    slots.append(sequence, 5)
+    slots.keep(sequence)
+    assert slots.kept() == []
+    slots.keep(sequence, [1, 2, 3])
+    assert [slots.find(tokens) for tokens in ([1, 2, 3, 4, 5], [1, 2, 9], [1, 2], [2, 1, 3])] == [2, 2, 0, 0]
+    slots.keep(sequence, np.array([1, 2, 3, 4, 5]))
+    assert slots.find([1, 2, 3, 4, 5]) == 4
+    with pytest.raises(CacheError, match="at most the sequence's 5"):
+        slots.keep(sequence, [1] * 6)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        [(0, [1, 2])],
+        [(-1, [1, 2]), (1, [3, 4])],
+        [(-2, [1, 2])],
+        [(-1, [1])],
+        [(-1, [1, 2, 3])],
+        [(-1, [1, 2]), (-1, [1, 2])],
+        [(-1, [1, 2]), (0, [1, 2]), (1, [1, 2]), (2, [1, 2])],
+        [(-1, [1, 2]), (0, [3, "4"])],
+    ],
+)
+def test_wrong_blocks_are_not_restored_and_none_of_them_stays(kept):
+    slots = Slots(6, 2)
+    with pytest.raises(CacheError, match=r"Slots\.restore"):
+        slots.restore(kept)
+    assert (slots.kept(), slots.free_slots, slots.idle_slots) == ([], 6, 0)
 
 
 def test_tokens_whose_hashes_collide_are_told_apart():

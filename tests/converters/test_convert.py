@@ -171,11 +171,46 @@ def rename(model, old, new):
         node.output[:] = [new if name == old else name for name in node.output]
 
 
+def two_like_logits(model):
+    rename(model, "logits", "odds")
+    model.graph.node.append(helper.make_node("Neg", ["odds"], ["more"]))
+    model.graph.output.append(helper.make_tensor_value_info("more", TensorProto.FLOAT, ["batch", "seq", toy.VOCAB]))
+
+
+NAMES = [("logits", "odds"), ("past_key_values.0.key", "memory.0.key"), ("present.0.key", "now.0.key")]
+
+
+@pytest.mark.parametrize("renamed", [NAMES[:1], NAMES[1:2], NAMES[2:], NAMES], ids=str)
+def test_names_that_say_nothing_are_told_by_order_and_shape(tmp_path, out, renamed):
+    source = changed(tmp_path, lambda model: [rename(model, *names) for names in renamed])
+    run(source, out)
+    np.testing.assert_allclose(toy.found(out, IDS), toy.expected(toy.decoder(), IDS), atol=1e-4)
+
+
+GENAI = {
+    "inputs": {"input_ids": "words", "attention_mask": "real", "past_key_names": "kept"},
+    "outputs": {"logits": "odds"},
+}
+
+
+@pytest.mark.parametrize("say", [GENAI, {}, {"inputs": 3}, {"inputs": {"input_ids": "none"}}])
+def test_names_of_inputs_are_those_that_genai_config_says(tmp_path, out, say):
+    def change(model):
+        for key, name in (*GENAI["inputs"].items(), *GENAI["outputs"].items()):
+            rename(model, key, name)
+
+    source = changed(tmp_path, change)
+    (source / "genai_config.json").write_text(json.dumps({"model": {"decoder": say}}))
+    if say is GENAI:
+        run(source, out)
+        np.testing.assert_allclose(toy.found(out, IDS), toy.expected(toy.decoder(), IDS), atol=1e-4)
+    else:
+        refused(source, out, "the inputs words")
+
+
 DECODERS = {
     "no logits": (without_logits, "the outputs present.0.key"),
-    "logits under another name": (lambda m: rename(m, "logits", "odds"), "the outputs present.0.key"),
-    "a cache under another name": (lambda m: rename(m, "past_key_values.0.key", "memory.0.key"), "the inputs memory.0.key"),
-    "a past without its present": (lambda m: rename(m, "present.0.key", "now.0.key"), "'past_key_values.0.key'"),
+    "two outputs like logits": (two_like_logits, "the outputs odds, present.0.key, more"),
     "a present under another name": (lambda m: rename(m, "present.0.key", "present.1.key"), "'past_key_values.0.key'"),
     "no tokens": (lambda m: rename(m, "input_ids", "words"), "the inputs words|input_ids"),
     "an input of a task": (lambda m: m.graph.input.append(helper.make_tensor_value_info("pixel_values", TensorProto.FLOAT, [1, 3])), "the inputs pixel_values"),

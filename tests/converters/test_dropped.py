@@ -82,9 +82,9 @@ def test_a_module_that_agrees_in_no_mode_is_refused(source, out, monkeypatch):
 def test_a_mode_that_gives_no_numbers_is_not_taken_and_is_recorded(source, out, monkeypatch):
     real = prove.run
 
-    def wrong(module, mode, case):
-        found = real(module, mode, case)
-        return [[logits * np.nan for logits in row] for row in found] if mode == "append" else found
+    def wrong(module, plan, case):
+        found = real(module, plan, case)
+        return [[logits * np.nan for logits in row] for row in found] if plan.mode == "append" else found
 
     monkeypatch.setattr(prove, "run", wrong)
     convert(source, "model.onnx", out, progress=False)

@@ -136,6 +136,27 @@ def replace(model: ModelProto, name: str, array: TensorProto) -> None:
     initializer(model, name).CopyFrom(array)
 
 
+def embedding(model: ModelProto, *nodes: onnx.NodeProto) -> ModelProto:
+    """The toy with `nodes`, which make "embedded2" of "embedded", after its embedding."""
+    node(model, "x").input[0] = "embedded2"
+    others = list(model.graph.node)
+    del model.graph.node[:]
+    model.graph.node.extend([others[0], *nodes, *others[1:]])
+    return model
+
+
+def without_cache() -> ModelProto:
+    """The toy as a graph for prompts, whose past is nothing."""
+    model = decoder()
+    joined, past = node(model, "present.0.key"), node(model, "past")
+    joined.op_type, past.op_type = "Identity", "Identity"
+    del joined.input[0], joined.attribute[:], past.input[:]
+    past.input.append("zero0")
+    model.graph.node.remove(node(model, "past_shape"))
+    del model.graph.input[-1]
+    return model
+
+
 def expected(model: ModelProto | Path, ids: list[int]) -> np.ndarray:
     """onnxruntime's logits [vocab] after ids."""
     import onnxruntime as ort
@@ -151,6 +172,33 @@ def expected(model: ModelProto | Path, ids: list[int]) -> np.ndarray:
         "position_ids": np.arange(len(ids))[None], "past_key_values.0.key": np.zeros((1, 1, 0, DIM), np.float32),
     }  # fmt: skip
     return session.run(["logits"], {value.name: feeds[value.name] for value in session.get_inputs()})[0][0, -1]
+
+
+def steps(model: ModelProto, parts: list[list[int]]) -> list[np.ndarray]:
+    """onnxruntime's logits [vocab] after each part of one row: what is carried is fed back, or all tokens are again."""
+    import onnxruntime as ort
+
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    shapes = {value.name: value.shape for value in session.get_inputs()}
+    names = list(shapes)
+    presents = {name: name.replace("past_key_values", "present").replace("past_", "present_") for name in names}
+    kept = {name: present for name, present in presents.items() if name != present}
+    sizes = {name: [n if isinstance(n, int) else int("batch" in n) for n in shapes[name]] for name in kept}
+    past = {name: np.zeros(sizes[name], np.float32) for name in kept}
+    text, length, results = [], 0, []
+    for part in parts:
+        text += part
+        length = length if kept else 0
+        read = part if kept else text
+        feeds = {
+            "input_ids": np.array([read]), "attention_mask": np.ones((1, length + len(read)), np.int64),
+            "position_ids": np.arange(length, length + len(read))[None], "use_cache_branch": np.array([length > 0]),
+        } | past  # fmt: skip
+        logits, *new = session.run(["logits", *kept.values()], {name: feeds[name] for name in names})
+        past = dict(zip(kept, new, strict=True))
+        length += len(read)
+        results.append(logits[0, -1])
+    return results
 
 
 def found(folder: Path, ids: list[int]) -> np.ndarray:

@@ -30,8 +30,11 @@ class FakeDecoder:
     """What generation sees of a decoder, over `logits_after`.
 
     With `by_length`, rows of different lengths share no run, as in a grown cache. `salts` gives each row its own
-    language, for checks of inputs that belong to rows. Every run is kept in `runs` with the calls that it got.
+    language, for checks of inputs that belong to rows. With `memory`, only the last tokens of a prefix count, so that texts
+    repeat themselves. Every run is kept in `runs` with the calls that it got.
     """
+
+    prompts = "parts"
 
     def __init__(
         self,
@@ -43,11 +46,19 @@ class FakeDecoder:
         runs_ahead: bool = False,
         dtype: mx.Dtype = mx.float32,
         salt: int = 0,
+        memory: int = 0,
+        supports: tuple[str, ...] = ("pages", "forks", "drafts"),
     ):
         self.rows, self.vocab, self.max_positions = rows, vocab, max_positions
         self.by_length, self.runs_ahead, self.dtype, self.salt = by_length, runs_ahead, dtype, salt
+        self.memory, self.supports = memory, frozenset(supports)
         self.compilations = 0
+        self.supports = frozenset({"pages", "forks"})
         self.runs: list[FakeRun] = []
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """float32 [vocab]: the logits after a row's tokens."""
+        return logits_after(tokens[-self.memory :], self.vocab, self.salt)
 
     def groups(self, lengths: list[int]) -> list[list[int]]:
         rows = [row for row, length in enumerate(lengths) if length]
@@ -70,6 +81,8 @@ class FakeRun:
         self.steps: list[tuple[int, list[int]]] = []
         self.positions: list[np.ndarray] = []
         self.waits: list[bool] = []
+        self.drafts: list[int] = []
+        self.guessed: list[list[list[int]]] | None = None
         self.copies = 0
         self.closed = False
         self.runs_ahead = decoder.runs_ahead
@@ -88,8 +101,41 @@ class FakeRun:
             self.tokens[row] += tokens[row, :count].tolist()
             assert len(self.tokens[row]) <= self.total[row], "more tokens than the row was said to hold"
             if count:
-                logits[row] = logits_after(self.tokens[row], self.decoder.vocab, self.decoder.salt)
+                logits[row] = self.decoder.logits(self.tokens[row])
         return mx.array(logits).astype(self.decoder.dtype)
+
+    def draft(self, tokens: np.ndarray, sees: np.ndarray, depths: np.ndarray) -> mx.array:
+        assert self.paged
+        assert self.guessed is None
+        assert tokens.shape == depths.shape == sees.shape[:2]
+        self.drafts.append(tokens.shape[1])
+        self.guessed = []
+        logits = np.full((*tokens.shape, self.decoder.vocab), np.nan, np.float32)
+        for row, known in enumerate(self.tokens):
+            paths = [[int(token) for token in tokens[row][sees[row, node]]] for node in range(tokens.shape[1])]
+            self.guessed.append(paths)
+            for node, path in enumerate(paths):
+                if depths[row, node] >= 0:
+                    assert len(path) == depths[row, node] + 1
+                    assert len(known) + len(path) <= self.total[row]
+                    logits[row, node] = self.decoder.logits([*known, *path])
+        return mx.array(logits).astype(self.decoder.dtype)
+
+    def accept(self, kept: Sequence[Sequence[int]]) -> None:
+        assert self.guessed is not None
+        for row, (paths, path) in enumerate(zip(self.guessed, kept, strict=True)):
+            if path:
+                assert len(paths[path[-1]]) == len(path)
+                self.tokens[row] += paths[path[-1]]
+        self.guessed = None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(tokens) for tokens in self.tokens], np.int32)
+
+    def back(self, lengths: Sequence[int]) -> None:
+        assert all(length <= len(tokens) for tokens, length in zip(self.tokens, lengths, strict=True))
+        self.tokens = [tokens[:length] for tokens, length in zip(self.tokens, lengths, strict=True)]
 
     def fork(self, parents: list[int]) -> None:
         assert self.paged

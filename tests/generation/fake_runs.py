@@ -21,14 +21,20 @@ def compiled(
     batch: int,
     *,
     fake: dict | None = None,
+    assistant: dict | None = None,
     generation_config: dict | None = None,
     config: dict | None = None,
     **options: Any,
 ):
-    """A context compiled over a new FakeDecoder; `fake_decoder` has the decoder's own options."""
+    """A context compiled over a new FakeDecoder; fake and assistant: options of the decoder, and of one that guesses."""
+    if assistant is not None:
+        options["assistant_model"] = model()
     ctx = generation.context(model(generation_config, **(config or {})), **options)
-    decoder = FakeDecoder(batch * ctx.settings.width, **{"vocab": VOCAB, **(fake or {})})
-    return generation.compile(ctx, batch, decoder=decoder)
+    decoder, other = (
+        None if given is None else FakeDecoder(batch * ctx.settings.width, **{"vocab": VOCAB, **given})
+        for given in (fake or {}, assistant)
+    )
+    return generation.compile(ctx, batch, decoder=decoder, assistant=other)
 
 
 def results(

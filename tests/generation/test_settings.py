@@ -32,6 +32,8 @@ def test_the_defaults_are_those_of_transformers():
     ours = settings({}, {"do_sample": True})
     for name in (*same[1:], "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
         assert getattr(ours, name) == getattr(config, name), name
+    for name in ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"):
+        assert getattr(ours, name) == getattr(config, name), name
 
 
 def test_options_go_before_the_generation_config_and_none_switches_off():
@@ -86,7 +88,7 @@ NEUTRAL = {
     "return_dict_in_generate": True,
     "output_scores": True,
     "pad_token_id": 0,
-    "num_assistant_tokens": 5,
+    "is_assistant": True,
     "disable_compile": True,
     "prefill_chunk_size": 64,
 }
@@ -106,7 +108,6 @@ REFUSED = {
     "dola_layers": ("low", None),
     "guidance_scale": (1.5, 1.0),
     "watermarking_config": ({"bias": 2.0}, None),
-    "prompt_lookup_num_tokens": (3, None),
     "assistant_early_exit": (4, None),
     "assistant_model": (object(), None),
     "max_time": (1.0, None),
@@ -169,6 +170,11 @@ WRONG = [
     ("eos_token_id", "</s>"),
     ("stop_strings", [""]),
     ("decoder_start_token_id", []),
+    ("prompt_lookup_num_tokens", 0),
+    ("max_matching_ngram_size", 0),
+    ("num_assistant_tokens", 0),
+    ("num_assistant_tokens_schedule", "never"),
+    ("assistant_confidence_threshold", 1.5),
 ]
 WRONG_SAMPLING = [
     ("temperature", 0.0),
@@ -206,6 +212,7 @@ def test_settings_of_sampling_are_checked_and_used_only_when_it_samples(name, va
         {"num_return_sequences": 3, "num_beams": 2},
         {"bad_words_ids": [[1]], "eos_token_id": [1]},
         {"exponential_decay_length_penalty": (1, 1.1)},
+        {"prompt_lookup_num_tokens": 3, "num_beams": 2},
     ],
 )
 def test_settings_that_cannot_go_together_are_an_error(options):

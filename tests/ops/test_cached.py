@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_rows import unpacked
 
-from mlx_transmuter.cache import CacheIndex
+from mlx_transmuter.cache import CacheIndex, PackedPool, Packing
 from mlx_transmuter.ops import cached
 from mlx_transmuter.ops.cached import alibi, attention, last, positions, visible
 
@@ -63,6 +64,10 @@ def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
     vectors, size = (2 * KV, DIM) if kept == "values after keys" else (KV, DIM)
     size = 2 * DIM if kept == "values beside keys" else size
     pools = [mx.zeros((vectors * rows * capacity + spare, size)) for _ in ("kv" if kept == "two pools" else "k")]
+    bits = data.draw(st.sampled_from([None, 4, 8]), label="bits")
+    packing = bits and Packing.of(bits, 32, size, mx.float32)
+    if packing:
+        pools = [PackedPool(mx.zeros((pool.shape[0], packing.width), mx.uint32), packing) for pool in pools]
     history = [(np.zeros((KV, 0, DIM)), np.zeros((KV, 0, DIM))) for _ in range(rows)]
     lengths = np.zeros(rows, np.int32)
     scale = 0.4
@@ -76,13 +81,17 @@ def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
         if slopes is not None:
             seen = alibi(index, seen, slopes=slopes)
         lanes = index.heads(vectors, block)
-        lanes = lanes.spare(pools[0].shape[0] - 1) if spare else lanes
+        lanes = lanes.spare(vectors * rows * capacity) if spare else lanes
         given = pools if len(pools) == 2 else [pools[0], None]
         sunk_ = () if sinks is None else (mx.array(sinks),)
         out, *pools = attention(
             mx.array(q), mx.array(k), mx.array(v), *given, lanes, seen, *sunk_, scale=scale, softcap=softcap
         )
         out = np.array(out)
+        if packing:  # what is seen is what the pools can hold, the call's own tokens included
+            together = [np.concatenate([k, v], axis=3)] if kept == "values beside keys" else [k, v]
+            near = [unpacked(np.array(packing.pack(mx.array(x))), bits, 32, size, np.float32) for x in together]
+            k, v = near if len(near) == 2 else np.split(near[0], 2, axis=3)
         assert np.array_equal(np.array(positions(index)), np.maximum(pos, 0))
         for row in range(rows):
             held = [

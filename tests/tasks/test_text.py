@@ -122,7 +122,7 @@ def replay(monkeypatch):
     """A function that makes text generation give these tokens, as `generation.run` does for one prompt."""
 
     def tokens(ids, ended):
-        def run(gen, prompts, seeds, *, stop):
+        def run(gen, prompts, seeds, *, stop, **_):
             for n in range(1, len(ids) + 1):
                 stopped = stop[0] is not None and stop[0](ids[:n])
                 last = stopped or (n == len(ids) and not ended)
@@ -241,3 +241,20 @@ def test_template_variables_reach_the_template(llama):
     )
     task = text.generation(replace(llama, tokenizer=tokenizer), chat_template_vars={"mood": "calm"})
     assert tokenizer.decode(task.encode(CHAT)) == "Hicalm"
+
+
+def test_guesses_change_no_text_and_are_counted(llama, task):
+    prompts = [row["prompt"] for row in ROWS]
+    plain = task(prompts)
+    assert [result.guesses for result in plain] == [None] * len(ROWS)
+    looking = text.generation(llama, max_new_tokens=NEW, prompt_lookup_num_tokens=3)
+    helped = text.generation(llama, max_new_tokens=NEW, assistant_model=llama, assistant_confidence_threshold=0.0)
+    for guessing in (looking, helped):
+        found = guessing(prompts)
+        assert [replace(result, guesses=None) for result in found] == plain
+        pieces = list(guessing.stream(prompts[0]))
+        assert "".join(pieces) == plain[0].text
+        assert [piece.guesses for piece in pieces] == [None] * (len(pieces) - 1) + [found[0].guesses]
+        assert found[0].guesses.passes >= 1
+    assert helped(prompts)[0].guesses.tokens_per_pass > 2
+    assert helped.compilations > looking.compilations > 0

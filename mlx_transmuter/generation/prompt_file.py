@@ -1,0 +1,172 @@
+"""The file of a prompt cache: safetensors with the kept blocks, checked before anything of it is used.
+
+    before  int32 [blocks]         the block that each one follows, an earlier one, or -1
+    tokens  int32 [blocks, block]  their token ids
+    <past>  [blocks · block, heads · width]  for each pool, under the name of the graph's input: the slots' rows
+
+The metadata say the format, its version, the block, the fingerprint of the model, and of packed rows the bits and the
+size of a group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_transmuter.cache import CacheError, Store
+from mlx_transmuter.cache.packing import BITS, GROUP_SIZES
+from mlx_transmuter.generation.errors import GenerationError
+from mlx_transmuter.module import Module
+from mlx_transmuter.signature import Signature
+
+FORMAT, VERSION = "mlx-transmuter prompt cache", "1"
+# A header says a few hundred bytes of each pool: no model has so many.
+MAX_HEADER_BYTES = 2**24
+_DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "I32": mx.int32, "U32": mx.uint32}
+
+
+class Header(NamedTuple):
+    """What a file says of itself: its tensors (dtype, shape) by name, the block size, the model's fingerprint, and how
+    keys and values are packed."""
+
+    path: Path
+    tensors: dict[str, tuple[mx.Dtype, tuple[int, ...]]]
+    block: int
+    fingerprint: str
+    kv_bits: int | None
+    kv_group_size: int
+
+
+def save(
+    path: str | os.PathLike[str], store: Store, module: Module, kv_bits: int | None = None, kv_group_size: int = 64
+) -> None:
+    """Writes the kept blocks of `store`, beside the path first and then in its place."""
+    path = Path(path)
+    kept = store.slots.kept()
+    blocks = [block for _, _, block in kept]
+    arrays: dict[str, mx.array] = {
+        "before": mx.array(np.array([before for before, _, _ in kept], np.int32)),
+        "tokens": mx.array(np.array([tokens for _, tokens, _ in kept], np.int32).reshape(len(kept), store.block)),
+    }
+    slots = (np.array(blocks, np.int32)[:, None] * store.block + np.arange(store.block, dtype=np.int32)).reshape(-1)
+    for name, kind, pool in zip(_names(module), store.kinds, store.pools.arrays, strict=True):
+        rows = mx.take(pool, mx.array(store.rows(slots, kind.heads)), axis=0)
+        arrays[name] = (
+            rows.reshape(kind.heads, len(slots), kind.width).swapaxes(0, 1).reshape(len(slots), kind.heads * kind.width)
+        )
+    said = {"format": FORMAT, "version": VERSION, "block": str(store.block), "fingerprint": fingerprint(module)}
+    if kv_bits is not None:
+        said |= {"kv_bits": str(kv_bits), "kv_group_size": str(kv_group_size)}
+    beside = path.with_name(f".{path.name}.{os.getpid()}.safetensors")
+    try:
+        mx.save_safetensors(str(beside), arrays, metadata=said)
+        os.replace(beside, path)
+    except RuntimeError as error:  # MLX's, of a folder that isn't there or a full disk
+        raise GenerationError(str(path), str(error), "a place to write to") from None
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def header(path: str | os.PathLike[str]) -> Header:
+    """The header of a file. Raises GenerationError for one that isn't a prompt cache, or isn't whole."""
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            data = json.loads(file.read(length))
+        said = data.pop("__metadata__")
+        if (said["format"], said["version"]) != (FORMAT, VERSION):
+            raise ValueError(f"the format {said['format']!r}, version {said['version']!r}")
+        tensors, end = {}, 0
+        for name, tensor in sorted(data.items(), key=lambda item: item[1]["data_offsets"]):
+            dtype, shape = _DTYPES[tensor["dtype"]], tuple(tensor["shape"])
+            first, last = tensor["data_offsets"]
+            if any(type(n) is not int or n < 0 for n in (*shape, first, last)):
+                raise ValueError(f"a size of {name!r} that is no whole number")
+            count = dtype.size
+            for n in shape:
+                count *= n
+            if first != end or last - first != count:
+                raise ValueError(f"{last - first} bytes at {first} of {name!r}, of shape {list(shape)}")
+            tensors[name], end = (dtype, shape), last
+        if end != size - 8 - length:
+            raise ValueError(f"{size - 8 - length} bytes of tensors, of which {end} are said")
+        block = int(said["block"])
+        if not 1 <= block <= 2**16:
+            raise ValueError(f"blocks of {block}")
+        bits, group = (int(said["kv_bits"]), int(said["kv_group_size"])) if "kv_bits" in said else (None, 64)
+        if bits not in (None, *BITS) or group not in GROUP_SIZES:
+            raise ValueError(f"{bits} bits in groups of {group}")
+        return Header(path, tensors, block, str(said["fingerprint"]), bits, group)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        found = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise GenerationError(str(path), str(found), "a prompt cache that was saved whole", "make it anew") from None
+
+
+def load(header: Header, store: Store, module: Module, vocab: int) -> None:
+    """Fills an empty store with the blocks of the file. Raises GenerationError for what doesn't fit it."""
+    _, shape = header.tensors.get("before", (mx.int32, ()))
+    count = shape[0] if shape else 0
+    wanted = {"before": (mx.int32, (count,)), "tokens": (mx.int32, (count, store.block))}
+    names = _names(module)
+    wanted |= {
+        name: (kind.dtype, (count * store.block, kind.heads * kind.width))
+        for name, kind in zip(names, store.kinds, strict=True)
+    }
+    if header.tensors != wanted:
+        raise _refused(header, _shapes(header.tensors), _shapes(wanted))
+    if header.fingerprint != (own := fingerprint(module)):
+        raise _refused(header, f"the fingerprint {header.fingerprint[:16]}", f"this model's, {own[:16]}")
+    slots = count * store.block
+    if store.limit is not None and slots > store.limit:
+        raise _refused(header, f"{slots} tokens", f"at most the limit of {store.limit}", "raise the limit")
+    if not count:
+        return
+    try:
+        arrays: Any = mx.load(str(header.path), format="safetensors")
+        before, tokens = np.array(arrays["before"]), np.array(arrays["tokens"])
+    except RuntimeError as error:
+        raise _refused(header, str(error), "a safetensors file") from None
+    if tokens.min() < 0 or tokens.max() >= vocab:
+        raise _refused(header, f"token ids from {tokens.min()} to {tokens.max()}", f"ids from 0 to {vocab - 1}")
+    store.grow(slots)
+    try:
+        kept = store.slots.restore(zip(before.tolist(), tokens.tolist(), strict=True))
+    except CacheError as error:
+        raise _refused(header, str(error.found), str(error.expected)) from None
+    at = (np.array(kept, np.int32)[:, None] * store.block + np.arange(store.block, dtype=np.int32)).reshape(-1)
+    store.fill(at, [arrays[name].reshape(slots, k.heads, k.width) for name, k in zip(names, store.kinds, strict=True)])
+
+
+def fingerprint(module: Module) -> str:
+    """64 hex digits that name a model: its program, and of each parameter its name, form and the sum of its bits."""
+    digest = hashlib.sha256(json.dumps(module.program.to_json(), sort_keys=True).encode())
+    found: Any = tree_flatten(module.parameters())
+    for name, array in sorted(found):
+        bits = array.reshape(-1).view(mx.uint8)
+        bits = bits.view(mx.uint32) if bits.size and bits.size % 4 == 0 else bits.astype(mx.uint32)
+        digest.update(f"{name} {array.dtype} {list(array.shape)} {bits.sum().item()}\n".encode())
+    return digest.hexdigest()
+
+
+def _names(module: Module) -> list[str]:
+    return [entry.past for entry in Signature.of(module.program).entries]
+
+
+def _shapes(tensors: dict[str, tuple[mx.Dtype, tuple[int, ...]]]) -> str:
+    said = [f"{name} {dtype} {list(shape)}" for name, (dtype, shape) in sorted(tensors.items())]
+    return ", ".join(said[:6]) + (f" and {len(said) - 6} more" if len(said) > 6 else "")
+
+
+def _refused(header: Header, found: str, expected: str, do: str = "make it anew with this model") -> GenerationError:
+    return GenerationError(str(header.path), found, expected, do)

@@ -1,0 +1,197 @@
+"""Merged decoders: one branch alone where it does what both do, both where it doesn't; halves of them by themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import toy
+from conftest import FIXTURES, golden
+from decoding import decoded, tokens_of
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+
+from converters.branches import branch_taken
+from converters.convert import convert
+from converters.errors import ConvertError
+from converters.names import name_weights
+from converters.read import read
+from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.model import Model, load_folder
+
+IDS = [3, 1, 15, 7, 4]
+
+
+def merged() -> ModelProto:
+    """The fixture's file: one If, its weights outside."""
+    return onnx.load(str(FIXTURES / "gpt2_merged" / "model.onnx"))
+
+
+def branches(model: ModelProto) -> dict[str, onnx.GraphProto]:
+    (chosen,) = [node for node in model.graph.node if node.op_type == "If"]
+    return {attribute.name: attribute.g for attribute in chosen.attribute}
+
+
+def test_the_branch_with_a_cache_alone_is_converted(loaded):
+    """No If and no use_cache_branch are left, the weights stand once under their own names, and all rewrites hold."""
+    program, unmerged = loaded("gpt2_merged").decoder.program, loaded("gpt2").decoder.program
+    assert program.meta["branch"] == "cached"
+    assert not any(node.op.startswith("If-") for node in program.all_nodes())
+    assert "use_cache_branch" not in {value.name for value in program.inputs}
+    assert program.weights == unmerged.weights
+    kinds = [[node.op.rpartition("-")[0] or node.op for node in one.nodes] for one in (program, unmerged)]
+    assert kinds[0] == kinds[1]  # the two were exported for different opsets
+    assert "branch" not in unmerged.meta
+
+
+def test_either_branch_is_a_decoder_by_itself():
+    graph = name_weights(read(FIXTURES / "gpt2_merged" / "model.onnx"))
+    for taken, pasts in ((True, 4), (False, 0)):
+        program = branch_taken(graph, "use_cache_branch", taken)
+        program.validate()
+        assert [value.name for value in program.outputs] == [value.name for value in graph.outputs]
+        read_by = {name for node in program.nodes for name in node.reads()}
+        assert sum(value.name.startswith("past") and value.name in read_by for value in program.inputs) == pasts
+    assert len(graph.nodes) == 1  # the graph itself is as it was
+
+
+def test_branches_that_hold_their_own_copies_of_weights(tmp_path):
+    model = merged()
+    for name, branch in branches(model).items():
+        for tensor in model.graph.initializer:
+            copy = branch.initializer.add()
+            copy.CopyFrom(tensor)
+            copy.name = f"{tensor.name}.{name}"
+        for node in branch.node:
+            own = [f"{given}.{name}" if any(given == t.name for t in model.graph.initializer) else given
+                   for given in node.input]  # fmt: skip
+            del node.input[:]
+            node.input.extend(own)
+    del model.graph.initializer[:]
+    onnx.checker.check_model(model)
+    found = converted(model, tmp_path)
+    assert found.decoder.program.meta["branch"] == "cached"
+    weights = sum(np.prod(weight.shape) for weight in found.decoder.program.weights.values())
+    assert (
+        weights == sum(t.size for t in map(numpy_helper.to_array, merged().graph.initializer)) - 32 * 128
+    )  # the head is tied
+    rows = golden("gpt2_merged")["rows"]
+    assert decoded(Decoder(found.decoder, 3), rows) == tokens_of(rows)
+
+
+@pytest.mark.parametrize("name", ["then_branch", "else_branch"])
+def test_a_half_of_a_merged_decoder(name, tmp_path):
+    """decoder_with_past_model.onnx takes prompts over an empty cache; decoder_model.onnx reads its prefix again."""
+    model = merged()
+    branch = branches(model)[name]
+    names = {given for node in branch.node for given in node.input}
+    graph = helper.make_graph(
+        branch.node, "half", [v for v in model.graph.input if v.name in names], branch.output,
+        [*(t for t in model.graph.initializer if t.name in names), *branch.initializer],
+    )  # fmt: skip
+    half = helper.make_model(graph, opset_imports=model.opset_import, ir_version=9)
+    found = converted(half, tmp_path)
+    assert found.cache_mode == ("append" if name == "then_branch" else "grow")
+    rows = golden("gpt2_merged")["rows"]
+    assert decoded(Decoder(found.decoder, 3), rows) == tokens_of(rows)
+
+
+# Branches that differ: after a cache the toy's second graph mixes the tokens of a step, so it is right for one alone.
+
+
+def mixing(model: ModelProto) -> ModelProto:
+    """The toy with each token's embedding and the mean of its step's."""
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "tokens"))
+    mean = helper.make_node("ReduceMean", ["embedded", "tokens"], ["mean"])
+    return toy.embedding(model, mean, helper.make_node("Add", ["embedded", "mean"], ["embedded2"]))
+
+
+def doubled(model: ModelProto) -> ModelProto:
+    """The toy with each token's embedding twice: what `mixing` does to one token."""
+    return toy.embedding(model, helper.make_node("Add", ["embedded", "embedded"], ["embedded2"]))
+
+
+def united(cached: ModelProto, prompts: ModelProto) -> ModelProto:
+    """The two in one If, as exporters merge them."""
+    flag = helper.make_tensor_value_info("use_cache_branch", TensorProto.BOOL, [1])
+    graphs = {
+        "then_branch": helper.make_graph(cached.graph.node, "with_past", [], cached.graph.output),
+        "else_branch": helper.make_graph(prompts.graph.node, "no_past", [], prompts.graph.output),
+    }
+    names = [value.name for value in cached.graph.output]
+    node = helper.make_node("If", ["use_cache_branch"], names, name="if", **graphs)
+    graph = helper.make_graph(
+        [node], "merged", [*cached.graph.input, flag], cached.graph.output, cached.graph.initializer
+    )
+    return helper.make_model(graph, opset_imports=cached.opset_import, ir_version=9)
+
+
+def stepped(model: Model, steps: list[list[int]]) -> list[np.ndarray]:
+    run = Decoder(model.decoder, 1).begin([sum(map(len, steps))])
+    found = []
+    for step in steps:
+        logits = run.step(np.array([step], np.int32), [len(step)])
+        run.evaluate(logits)
+        found.append(np.array(logits)[0])
+    return found
+
+
+def converted(model: ModelProto, place: Path) -> Model:
+    return load_folder(convert(toy.write(place / "source", model), "model.onnx", place / "out", progress=False))
+
+
+def test_branches_that_differ_are_both_kept(tmp_path):
+    """The prompt runs whole, in the branch for prompts; the tokens after it one by one in the other."""
+    model = united(mixing(toy.decoder()), doubled(toy.without_cache()))
+    found = converted(model, tmp_path)
+    meta = found.decoder.program.meta
+    assert (meta["branch"], meta["prompts"], found.cache_mode) == ("both", "whole", "grow")
+    assert Decoder(found.decoder, 1).prompts == "whole"
+    steps = [IDS, [2], [9]]
+    for one, other in zip(stepped(found, steps), toy.steps(model, steps), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_branches_that_agree_leave_one(tmp_path):
+    model = united(toy.decoder(), toy.without_cache())
+    found = converted(model, tmp_path)
+    meta = found.decoder.program.meta
+    assert (meta["branch"], meta["prompts"], found.cache_mode) == ("cached", "parts", "append")
+    steps = [IDS, [2], [9]]
+    for one, other in zip(stepped(found, steps), toy.steps(model, steps), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.parametrize("told", ["by its name", "by its shape"])
+def test_a_graph_for_one_token_at_a_time_takes_its_prompts_so(told, tmp_path):
+    model, name = mixing(toy.decoder()), "decoder_with_past_model.onnx" if told == "by its name" else "model.onnx"
+    if told == "by its shape":
+        model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 1
+    found = load_folder(convert(toy.write(tmp_path / "source", model, name), name, tmp_path / "out", progress=False))
+    assert found.decoder.program.meta["prompts"] == "single"
+    singles = [[token] for token in [*IDS, 2]]
+    for one, other in zip(stepped(found, singles), toy.steps(mixing(toy.decoder()), singles), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_a_graph_whose_steps_say_something_else_than_its_prompts_is_refused(tmp_path):
+    """Nothing says which of the two is meant."""
+    with pytest.raises(ConvertError, match="disagrees with its graph"):
+        converted(mixing(toy.decoder()), tmp_path)
+
+
+def test_a_graph_that_takes_no_empty_cache_is_refused_by_name(tmp_path):
+    model = toy.embedding(
+        toy.decoder(),
+        helper.make_node("Gather", ["past_key_values.0.key", "minus"], ["newest"], name="newest", axis=2),
+        helper.make_node("ReduceSum", ["newest"], ["sum"], keepdims=0),
+        helper.make_node("Mul", ["sum", "none"], ["nothing"]),
+        helper.make_node("Add", ["embedded", "nothing"], ["embedded2"]),
+    )
+    model.graph.initializer.append(numpy_helper.from_array(np.array(-1), "minus"))
+    model.graph.initializer.append(numpy_helper.from_array(np.array(0, np.float32), "none"))
+    with pytest.raises(ConvertError, match="takes no empty cache") as error:
+        converted(model, tmp_path)
+    assert "merged" in error.value.do
+    assert "newest" in error.value.found

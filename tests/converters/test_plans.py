@@ -1,0 +1,259 @@
+"""Plans: how a graph is found to run, by trial: padding on a side or none, one row at a time, states that see the mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import toy
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+
+from converters.convert import convert
+from converters.errors import ConvertError
+from mlx_transmuter import ops
+from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.model import load_folder
+from mlx_transmuter.module import Module
+from mlx_transmuter.plan import Plan
+from mlx_transmuter.signature import Signature
+
+ROWS = [[3, 1, 15, 7, 4, 9, 2], [5, 5, 8], [11, 2, 6]]
+NEW = [[2, 9], [7, 1], [13, 3]]
+
+
+def converted(model: ModelProto, place: Path) -> Module:
+    return load_folder(convert(toy.write(place / "source", model), "model.onnx", place / "out", progress=False)).decoder
+
+
+def check(module: Module, model: ModelProto, plan: Plan) -> Decoder:
+    """The plan is that one, and a ragged batch, group by group, gives the logits of onnxruntime row by row."""
+    decoder = Decoder(module, 3)
+    assert decoder.plan == plan
+    for group in decoder.groups([len(row) for row in ROWS]):
+        run = decoder.begin([len(row) + 2 if i in group else 0 for i, row in enumerate(ROWS)])
+        wanted = [toy.steps(model, [row, *([token] for token in new)]) for row, new in zip(ROWS, NEW, strict=True)]
+        for step in range(3):
+            parts = [row if step == 0 else [new[step - 1]] for row, new in zip(ROWS, NEW, strict=True)]
+            width = max(len(parts[i]) for i in group)
+            counts = [len(part) if i in group else 0 for i, part in enumerate(parts)]
+            tokens = [part[:width] + [0] * (width - len(part)) for part in parts]
+            logits = run.step(np.array(tokens, np.int32), counts)
+            run.evaluate(logits)
+            for i in group:
+                np.testing.assert_allclose(np.array(logits)[i], wanted[i][step], atol=1e-4)
+    return decoder
+
+
+def without_mask(model: ModelProto) -> ModelProto:
+    """The toy without an attention mask: it sees all columns up to a token's own."""
+    toy.node(model, "mask_shape").input[0] = "input_ids"
+    seen = toy.node(model, "seen")
+    seen.op_type = "Identity"
+    del seen.input[1]
+    kept = [node for node in model.graph.node if node.output[0] not in ("shown", "shown4")]
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+    return without_input(model, "attention_mask")
+
+
+def without_positions(model: ModelProto) -> ModelProto:
+    """The toy without positions: nothing but the order of the columns says which token is first."""
+    x = toy.node(model, "x")
+    x.op_type = "Identity"
+    del x.input[1]
+    kept = [node for node in model.graph.node if node.output[0] not in ("place", "places", "rotated")]
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+    return without_input(model, "position_ids")
+
+
+def without_input(model: ModelProto, name: str) -> ModelProto:
+    kept = [value for value in model.graph.input if value.name != name]
+    del model.graph.input[:]
+    model.graph.input.extend(kept)
+    return model
+
+
+def last_only(model: ModelProto) -> ModelProto:
+    """The toy that gives the logits of its last column alone."""
+    toy.node(model, "logits").output[0] = "all"
+    model.graph.initializer.append(numpy_helper.from_array(np.array([-1]), "minus"))
+    model.graph.node.append(helper.make_node("Gather", ["all", "minus"], ["logits"], axis=1))
+    return model
+
+
+def both_ways(model: ModelProto) -> ModelProto:
+    """The toy with the mean of all tokens in each: padding on either side would be in it."""
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "tokens"))
+    mean = helper.make_node("ReduceMean", ["embedded", "tokens"], ["mean"])
+    return toy.embedding(model, mean, helper.make_node("Add", ["embedded", "mean"], ["embedded2"]))
+
+
+REREAD = {
+    "plain": (lambda model: model, "right"),
+    "no mask": (without_mask, "right"),
+    "no positions": (without_positions, "right"),
+    "neither": (lambda model: without_positions(without_mask(model)), "right"),
+    "the last logits alone": (last_only, "left"),
+    "both ways": (both_ways, "none"),
+}
+
+
+@pytest.mark.parametrize("what", REREAD)
+def test_padding_of_a_graph_without_a_cache_is_found_by_trial(what, tmp_path):
+    change, padding = REREAD[what]
+    model = change(toy.without_cache())
+    check(converted(model, tmp_path), model, Plan("grow", "whole", padding))
+
+
+def test_presents_without_pasts_are_not_computed(tmp_path):
+    """As decoder_model.onnx gives them: nothing could take them."""
+    module = converted(toy.without_cache(), tmp_path)
+    assert [value.name for value in module.program.outputs] == ["logits"]
+
+
+def test_a_graph_with_a_cache_and_neither_mask_nor_positions_grows(tmp_path):
+    model = toy.decoder()
+    toy.node(model, "mask_shape").input[0] = "present.0.key"
+    toy.node(model, "total").input[1] = "two"
+    seen = toy.node(model, "seen")
+    seen.op_type = "Identity"
+    del seen.input[1]
+    kept = [node for node in model.graph.node if node.output[0] not in ("shown", "shown4")]
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+    model = without_positions(without_input(model, "attention_mask"))
+    module = converted(model, tmp_path)
+    check(module, model, Plan("grow"))
+
+
+def fused(model: ModelProto, *, rows: str = "batch_size") -> ModelProto:
+    """The toy whose cache has three axes, [rows, positions, size], as gpt_bigcode keeps keys and values in one."""
+    joined, nodes = toy.node(model, "present.0.key"), list(model.graph.node)
+    joined.input[1], joined.attribute[0].i = "q", 1
+    toy.node(model, "past").input[1] = "one0"
+    wide = helper.make_node("Unsqueeze", ["present.0.key", "one"], ["wide"])
+    for name in ("keys", "mixed4"):
+        reader = toy.node(model, name)
+        reader.input[:] = ["wide" if given == "present.0.key" else given for given in reader.input]
+    nodes.insert(nodes.index(joined) + 1, wide)
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    for value, length in ((model.graph.input[-1], "past_len"), (model.graph.output[-1], "total")):
+        shape = [rows, length, toy.DIM]
+        value.CopyFrom(helper.make_tensor_value_info(value.name, TensorProto.FLOAT, shape))
+    return model
+
+
+def test_keys_and_values_in_one_tensor_of_three_axes(tmp_path):
+    model = fused(toy.decoder())
+    check(converted(model, tmp_path), model, Plan("append"))
+
+
+def test_rows_and_heads_in_one_axis_are_refused_by_name(tmp_path):
+    with pytest.raises(ConvertError, match="rows and heads in axes of their own") as error:
+        converted(fused(toy.decoder(), rows="batch_size x num_heads"), tmp_path)
+    assert "past_key_values.0.key" in error.value.found
+
+
+TYPES = {
+    "int32": {"input_ids": TensorProto.INT32, "attention_mask": TensorProto.INT32, "position_ids": TensorProto.INT32},
+    "a mask of bools": {"attention_mask": TensorProto.BOOL},
+    "a mask of floats": {"attention_mask": TensorProto.FLOAT},
+}
+
+
+@pytest.mark.parametrize("what", TYPES)
+def test_inputs_of_the_types_that_exporters_choose(what, tmp_path):
+    model = toy.decoder()
+    for value in model.graph.input:
+        value.type.tensor_type.elem_type = TYPES[what].get(value.name, value.type.tensor_type.elem_type)
+    check(converted(model, tmp_path), toy.decoder(), Plan("append"))
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(TensorProto.FLOAT16, 1e-3), (TensorProto.BFLOAT16, 1e-2)])
+def test_logits_in_half_types(dtype, limit, tmp_path):
+    model = toy.decoder()
+    toy.node(model, "logits").output[0] = "whole"
+    model.graph.node.append(helper.make_node("Cast", ["whole"], ["logits"], to=dtype))
+    model.graph.output[0].type.tensor_type.elem_type = dtype
+    run = Decoder(converted(model, tmp_path), 1).begin([len(ROWS[0])])
+    logits = run.step(np.array([ROWS[0]], np.int32), [len(ROWS[0])])
+    run.evaluate(logits)
+    wanted = toy.expected(toy.decoder(), ROWS[0])
+    assert np.abs(ops.to_host(logits[0].astype(mx.float32)) - wanted).max() <= limit * np.ptp(wanted)
+
+
+def one_row(model: ModelProto, *, fixed: bool) -> ModelProto:
+    """The toy that declares a batch of 1; fixed: and whose nodes take no other."""
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 1
+    if fixed:
+        nodes = list(model.graph.node)
+        place = nodes.index(toy.node(model, "q4"))
+        nodes[place].output[0] = "q4_"
+        model.graph.initializer.append(numpy_helper.from_array(np.array([1, 1, -1, toy.DIM]), "q4.shape"))
+        nodes.insert(place + 1, helper.make_node("Reshape", ["q4_", "q4.shape"], ["q4"]))
+        del model.graph.node[:]
+        model.graph.node.extend(nodes)
+    return model
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_graph_of_one_row_runs_once_a_row_unless_it_takes_more(fixed, cache, tmp_path):
+    model = one_row(toy.decoder() if cache else toy.without_cache(), fixed=fixed)
+    plan = Plan("append") if cache else Plan("grow", "whole")
+    check(converted(model, tmp_path), model, replace(plan, alone=fixed))
+
+
+def remembering(model: ModelProto, *, masked: bool) -> ModelProto:
+    """The toy with a state: the sum of all embeddings so far, which `masked` leaves those of padding out of."""
+    arrays = {"zero1": np.array([0]), "end": np.array([2**62]), "axis1": np.array([1])}
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in arrays.items())
+    make = helper.make_node
+    mask = [
+        make("Shape", ["input_ids"], ["ids_shape"]),
+        make("Gather", ["ids_shape", "one0"], ["seq"]),
+        make("Neg", ["seq"], ["start"]),
+        make("Unsqueeze", ["start", "zero1"], ["starts"]),
+        make("Slice", ["attention_mask", "starts", "end1", "axis1"], ["shown_now"]),
+        make("Cast", ["shown_now"], ["shown_float"], to=TensorProto.FLOAT),
+        make("Unsqueeze", ["shown_float", "last"], ["factor"]),
+        make("Mul", ["embedded", "factor"], ["kept"]),
+    ]
+    model.graph.initializer.append(numpy_helper.from_array(np.array([2**62]), "end1"))
+    toy.embedding(
+        model,
+        *(mask if masked else [make("Identity", ["embedded"], ["kept"])]),
+        make("CumSum", ["kept", "one0"], ["summed"]),
+        make("Unsqueeze", ["past_ssm.0", "one"], ["before"]),
+        make("Add", ["summed", "before"], ["memory"]),
+        make("Add", ["embedded", "memory"], ["embedded2"]),
+        make("ReduceSum", ["kept", "one"], ["added"], keepdims=0),
+        make("Add", ["past_ssm.0", "added"], ["present_ssm.0"]),
+    )
+    shape = TensorProto.FLOAT, ["batch_size", toy.DIM]
+    model.graph.input.append(helper.make_tensor_value_info("past_ssm.0", *shape))
+    model.graph.output.append(helper.make_tensor_value_info("present_ssm.0", *shape))
+    return model
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_rows_of_all_lengths_share_a_run_where_padding_changes_no_state(masked, tmp_path):
+    model = remembering(toy.decoder(), masked=masked)
+    decoder = check(converted(model, tmp_path), model, Plan("append", padding="right" if masked else "none"))
+    assert decoder.groups([7, 3, 3]) == ([[0, 1, 2]] if masked else [[0], [1, 2]])
+
+
+def test_a_plan_is_what_a_programs_meta_says(tmp_path):
+    program = converted(toy.decoder(), tmp_path).program
+    signature = Signature.of(program)
+    for plan in (Plan("grow", "whole", "left", True), Plan("append"), Plan("in_place", "single", "none")):
+        assert Plan.of(replace(program, meta=plan.meta()), signature) == plan
+    nonsense = {"cache_mode": "sideways", "prompts": 3, "padding": ["right"], "alone": "yes"}
+    for meta in ({}, nonsense):
+        assert Plan.of(replace(program, meta=meta), signature) == Plan("append")

@@ -1,0 +1,297 @@
+"""Prompts through a prompt cache: plain decoding's tokens and log-probabilities, and only the tails are computed."""
+
+from __future__ import annotations
+
+import functools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import NAMES
+from decoding import plain, rows_of, tokens_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlx_transmuter import generation
+from mlx_transmuter.cache import CacheError
+from mlx_transmuter.decoder import Decoder, Run
+from mlx_transmuter.generation import GenerationError, PromptCache
+from mlx_transmuter.model import Model
+
+NEW = 4
+TEXT = np.random.default_rng(7).integers(3, 60, 80).tolist()
+OPTIONS = {"eos_token_id": None, "do_sample": False, "max_new_tokens": NEW, "token_logprobs": True}
+
+
+def compiled(model, rows: int = 1, decoder: Decoder | None = None, **options) -> generation.Compiled:
+    return generation.compile(generation.context(model, **{**OPTIONS, **options}), rows, decoder=decoder)
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """How many tokens each row of each step had."""
+    counts: list[list[int]] = []
+    step = Run.step
+    monkeypatch.setattr(
+        Run, "step", lambda run, tokens, new, *more: counts.append(list(new)) or step(run, tokens, new, *more)
+    )
+    return counts
+
+
+def poison(cache: PromptCache) -> None:
+    """NaN in every row of the pools that holds no kept token: nobody may read one."""
+    store = cache.store
+    blocks = np.array([block for _, _, block in store.slots.kept()], np.int32).reshape(-1, 1)
+    held = (blocks * store.block + np.arange(store.block)).reshape(-1)
+    arrays = store.pools.take()
+    for i, kind in enumerate(store.kinds):
+        free = np.ones(arrays[i].shape[0], bool)
+        free[store.rows(held, kind.heads)] = False
+        arrays[i] = mx.where(mx.array(free)[:, None], mx.array(np.nan, kind.dtype), arrays[i])
+    store.pools.put(arrays)
+    store.pools.evaluate()
+
+
+def same(found, wanted) -> None:
+    """Equal tokens, and log-probabilities up to what the order of a sum does."""
+    assert [[token.id for token in text] for text in found] == [[token.id for token in text] for text in wanted]
+    for text, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose([t.logprob for t in text], [t.logprob for t in other], rtol=0, atol=2e-4)
+
+
+def borders(block: int) -> list[int]:
+    return sorted({n for edge in (block, 2 * block) for n in (edge - 1, edge, edge + 1) if n > 0})
+
+
+@pytest.mark.parametrize("block", [1, 3, 16])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_second_prompt_computes_its_tail_alone(name, block, loaded, computed):
+    """Kept lengths and common beginnings of all kinds around the borders of blocks, with NaN in every other row."""
+    model = loaded(name)
+    gen = compiled(model)
+    plainly = functools.cache(lambda *prompt: generation.generate(gen, [prompt], [0]))
+    for kept in borders(block):
+        for common in sorted({1, *borders(block), kept} & set(range(1, kept + 1))):
+            other = [*TEXT[:common], 2, *TEXT[40:43]]
+            for prompt in (other, TEXT[:common]):
+                cache = PromptCache(model, block=block)
+                generation.generate(gen, [TEXT[:kept]], [0], prompt_cache=cache)
+                poison(cache)
+                computed.clear()
+                found = generation.generate(gen, [prompt], [0], prompt_cache=cache)
+                stored = min(common, len(prompt) - 1) // block * block
+                assert sum(sum(step) for step in computed) == len(prompt) - stored + NEW - 1
+                same(found, plainly(*prompt))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_and_answers_of_the_reference(name, loaded):
+    """The golden tokens of each fixture, at first and when all of the prompts are in the cache."""
+    rows, model = rows_of(name), loaded(name)
+    cache = PromptCache(model)
+    gen = compiled(model, len(rows), max_new_tokens=max(len(row["tokens"]) for row in rows))
+    for _ in range(2):
+        found = generation.generate(gen, [row["prompt"] for row in rows], [0] * len(rows), prompt_cache=cache)
+        for text, wanted in zip(found, tokens_of(rows), strict=True):
+            assert [token.id for token in text][: len(wanted)] == wanted
+        poison(cache)
+
+
+MODES = [("llama", "append"), ("mistral", "append"), ("llama_genai", "in_place"), ("gemma", "grow"), ("llama", "grow")]
+
+
+@pytest.mark.parametrize("block", [1, 3])
+@pytest.mark.parametrize(("name", "mode"), MODES)
+def test_a_graph_as_it_is_shares_beginnings_too(name, mode, block, computed):
+    """Rows of one length with beginnings of several lengths kept: a grown cache takes the least of them."""
+    model = Model(plain(name))
+    gen = compiled(model, 2, Decoder(model.decoder, 2, mode=mode))
+    cache = PromptCache(model, block=block)
+    generation.generate(gen, [TEXT[:9], TEXT[20:24]], [0, 0], prompt_cache=cache)
+    poison(cache)
+    computed.clear()
+    prompts = [TEXT[:12], [*TEXT[20:24], *TEXT[50:58]]]
+    found = generation.generate(gen, prompts, [0, 0], prompt_cache=cache)
+    stored = [9 // block * block, 4 // block * block]
+    stored = [min(stored)] * 2 if mode == "grow" else stored
+    assert sum(sum(step) for step in computed) == sum(map(len, prompts)) - sum(stored) + 2 * (NEW - 1)
+    same(found, generation.generate(gen, prompts, [0, 0]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "temperature": 1.5, "top_k": 0},
+        {"num_beams": 3},
+        {"num_beams": 3, "num_return_sequences": 2, "do_sample": True, "top_k": 0},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        {"prefill_step_size": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("block", [1, 3])
+def test_ragged_batches_of_all_kinds(options, block, loaded):
+    """Padding rows, rows that are in the cache wholly, in part and not at all."""
+    model = loaded("llama")
+    gen, one = compiled(model, 4, **options), compiled(model, 1, **options)
+    cache = PromptCache(model, block=block)
+    generation.generate(one, [TEXT[:20]], [3], prompt_cache=cache)
+    prompts = [TEXT[:25], [], TEXT[:20], [5, 6, 7]]
+    for _ in range(2):
+        poison(cache)
+        found = generation.generate(gen, prompts, [1, 2, 3, 4], prompt_cache=cache)
+        same(found, generation.generate(gen, prompts, [1, 2, 3, 4]))
+
+
+def test_rows_of_a_batch_share_one_copy(loaded):
+    model = loaded("llama")
+    cache = PromptCache(model)
+    generation.generate(compiled(model), [TEXT[:40]], [0], prompt_cache=cache)
+    held = cache.tokens
+    steps = generation.run(compiled(model, 8), [[*TEXT[:40], 3 + i] for i in range(8)], [0] * 8, prompt_cache=cache)
+    next(steps)
+    slots = cache.store.slots
+    assert slots.slots - (slots.free_slots - slots.idle_slots) == held + 8  # of each row its own last token alone
+    steps.close()
+    assert cache.tokens == held + 8
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_use_never_changes_what_is_kept(block, loaded):
+    """Every bit of every kept slot, after runs that go on inside, at the end of, and beside it."""
+    model = loaded("llama")
+    cache = PromptCache(model, block=block)
+    gen = compiled(model, 2)
+    generation.generate(gen, [TEXT[:21], TEXT[:10]], [0, 0], prompt_cache=cache)
+    store = cache.store
+    kept = {block: (before, tokens) for before, tokens, block in store.slots.kept()}
+
+    def bits() -> list[np.ndarray]:
+        slots = np.array(sorted(kept))[:, None] * block + np.arange(block)
+        return [
+            np.array(mx.take(pool, mx.array(store.rows(slots.reshape(-1), kind.heads)), axis=0))
+            for pool, kind in zip(store.pools.arrays, store.kinds, strict=True)
+        ]
+
+    before = bits()
+    for options in ({}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}):
+        gen = compiled(model, 2, **options)
+        for prompts in ([TEXT[:21], TEXT[:21]], [[*TEXT[:7], 4, 4], TEXT[:22]], [TEXT[:11], [*TEXT[:8], 9]]):
+            generation.generate(gen, prompts, [0, 1], prompt_cache=cache)
+    assert all(np.array_equal(old, new) for old, new in zip(before, bits(), strict=True))
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_the_pools_stay_within_the_limit_and_the_least_recently_used_goes_first(block, loaded):
+    model = loaded("llama")
+    gen = compiled(model)
+    slot_bytes = PromptCache(model).store.slot_bytes
+    for limit in ({"max_tokens": 36}, {"max_bytes": 36 * slot_bytes + slot_bytes // 2}):
+        cache = PromptCache(model, block=block, **limit)
+        assert cache.max_tokens == 36
+        first, second, third = ([n, *TEXT[n : n + 11]] for n in (3, 20, 37))
+        for prompt in (first, second, first, third):
+            found = generation.generate(gen, [prompt], [0], prompt_cache=cache)
+            same(found, generation.generate(gen, [prompt], [0]))
+            assert cache.tokens <= cache.store.slots.slots <= 36
+            assert cache.nbytes <= 36 * slot_bytes
+            assert cache.find([*prompt, 1]) == 12 // block * block
+        assert cache.find([*first, 1]) == 12 // block * block
+        assert cache.find([*second, 1]) < 12 // block * block
+
+
+def test_a_run_that_needs_more_than_the_limit_is_refused_and_the_cache_stays_good(loaded):
+    model = loaded("llama")
+    gen = compiled(model)
+    cache = PromptCache(model, max_tokens=16)
+    generation.generate(gen, [TEXT[:8]], [0], prompt_cache=cache)
+    with pytest.raises(CacheError, match="at most 16"):
+        generation.generate(gen, [TEXT[:20]], [0], prompt_cache=cache)
+    assert cache.find(TEXT) == 8
+    same(generation.generate(gen, [TEXT[:9]], [0], prompt_cache=cache), generation.generate(gen, [TEXT[:9]], [0]))
+
+
+def test_a_run_given_up_keeps_what_it_computed(loaded):
+    model = loaded("llama")
+    cache = PromptCache(model)
+    gen = compiled(model, max_new_tokens=20)
+    steps = generation.run(gen, [TEXT[:8]], [0], prompt_cache=cache)
+    text = [*TEXT[:8], *(int(next(steps).token[0]) for _ in range(3))]
+    steps.close()
+    assert cache.find([*text, 1]) == 8 + 2  # no step took the third token
+    same(generation.generate(gen, [text], [0], prompt_cache=cache), generation.generate(gen, [text], [0]))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("where", ["_append", "evaluate", "step_function", "put"])
+def test_a_run_that_failed_leaves_nothing_half_written(error, where, loaded, monkeypatch):
+    """Wherever an interrupt or a failure comes, later runs give what they give without a cache."""
+    model = loaded("llama")
+    cache, gen = PromptCache(model), compiled(model)
+    generation.generate(gen, [TEXT[:8]], [0], prompt_cache=cache)
+    owner = {"step_function": Decoder, "put": type(cache.store.pools)}.get(where, Run)
+    calls, real = [0], getattr(owner, where)
+
+    def failing(*args, **more):
+        calls[0] += 1
+        result = None if where == "put" and calls[0] == 3 else real(*args, **more)
+        if calls[0] == 3:
+            raise error
+        return result
+
+    monkeypatch.setattr(owner, where, failing)
+    with pytest.raises(error):
+        generation.generate(gen, [TEXT[:20]], [0], prompt_cache=cache)
+    monkeypatch.setattr(owner, where, real)
+    assert not cache.store.busy
+    assert cache.store.slots.free_slots == cache.store.slots.slots
+    for prompt in (TEXT[:8], TEXT[:20], TEXT[:25]):
+        same(generation.generate(gen, [prompt], [0], prompt_cache=cache), generation.generate(gen, [prompt], [0]))
+
+
+def test_what_a_cache_is_not_for_is_refused(loaded):
+    model = loaded("llama")
+    gen, cache = compiled(model), PromptCache(model)
+    with pytest.raises(GenerationError, match="another model"):
+        generation.generate(gen, [[5]], [0], prompt_cache=PromptCache(loaded("qwen2")))
+    with pytest.raises(GenerationError, match="positions of their own"):
+        generation.generate(gen, [[5, 6]], [0], {"position_ids": [[[0, 1]]]}, prompt_cache=cache)
+    with pytest.raises(GenerationError, match="room for a block of 4"):
+        PromptCache(model, max_tokens=3, block=4)
+    steps = generation.run(gen, [[5, 6]], [0], prompt_cache=cache)
+    next(steps)
+    with pytest.raises(CacheError, match="one run at a time"):
+        generation.generate(gen, [[5, 6]], [0], prompt_cache=cache)
+    with pytest.raises(GenerationError, match="a run in it"):
+        cache.clear()
+    assert next(steps).token[0] >= 0
+    steps.close()
+    cache.clear()
+    assert (cache.tokens, cache.nbytes) == (0, 0)
+
+
+CALLS = st.lists(
+    st.lists(st.lists(st.integers(3, 4), max_size=7), min_size=2, max_size=2).filter(any), min_size=1, max_size=5
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(calls=CALLS, block=st.sampled_from([1, 2, 3]), limit=st.sampled_from([None, 26]), beams=st.sampled_from([1, 2]))
+def test_any_calls_one_after_another(calls, block, limit, beams, loaded):
+    """Few ids, so that prompts begin alike in all ways, and a limit at which kept blocks must go."""
+    model = loaded("llama")
+    gen = cached_gen(model, beams)
+    cache = PromptCache(model, block=block, max_tokens=limit and limit * beams)
+    for prompts in calls:
+        same(generation.generate(gen, prompts, [0, 0], prompt_cache=cache), generation.generate(gen, prompts, [0, 0]))
+        poison(cache)
+
+
+GENS: dict[int, generation.Compiled] = {}
+
+
+def cached_gen(model, beams: int) -> generation.Compiled:
+    if beams not in GENS:
+        GENS[beams] = compiled(model, 2, num_beams=beams, max_new_tokens=3)
+    return GENS[beams]

@@ -1,0 +1,179 @@
+"""Several prompts in one lane: the logits, tokens and log-probabilities of plain steps, from fewer computed tokens."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import NAMES
+from decoding import plain, prefill, rows_of, tokens_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_transmuter import generation, ops
+from mlx_transmuter.decoder import Decoder, DecoderError, Run
+from mlx_transmuter.generation import PromptCache
+from mlx_transmuter.generation.rows import PACKED, packs
+
+DRAW = np.random.default_rng(11)
+PROMPTS = [DRAW.integers(3, 60, n).tolist() for n in (37, 5, 0, 12)]
+
+
+@pytest.mark.parametrize("options", [{}, {"paged": True}, {"paged": True, "block": 5}], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lane_gives_the_logits_of_each_prompt_alone_and_the_rows_go_on(name, options, loaded):
+    """Prompts longer than windows, a row without one, padding; then a plain step over what the lane stored."""
+    decoder = Decoder(loaded(name).decoder, 4)
+    if "packed" not in decoder.supports:
+        pytest.skip("its attention is not over pools")
+    total = [len(prompt) + 1 if prompt else 0 for prompt in PROMPTS]
+    run, apart = decoder.begin(total, **options), decoder.begin(total)
+    logits = run.packed(PROMPTS, 64)
+    run.evaluate(logits)
+    assert run.lengths.tolist() == list(map(len, PROMPTS))
+    rows = [row for row, prompt in enumerate(PROMPTS) if prompt]
+    tolerance = 2e-2 if name == "llama_fp16" else 1e-4
+
+    def near(found: mx.array, wanted: np.ndarray) -> bool:
+        off = ops.to_host(found.astype(mx.float32))[rows] - wanted[rows]
+        return np.abs(off).max() <= tolerance * np.ptp(wanted[rows])
+
+    assert near(logits, prefill(apart, PROMPTS).astype(np.float32))
+    following = [each.step(np.full((4, 1), 9, np.int32), [1, 1, 0, 1]) for each in (run, apart)]
+    run.evaluate(following[0])
+    apart.evaluate(following[1])
+    assert near(following[0], ops.to_host(following[1].astype(mx.float32)))
+
+
+def test_most_fixtures_can(loaded):
+    able = [name for name in NAMES if "packed" in Decoder(loaded(name).decoder, 1).supports]
+    assert {"llama", "mistral", "gemma2", "gemma3_text", "bloom", "gpt2", "llama_genai", "gemma3_genai"} <= set(able)
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The tokens, padding included, of each step: (what, rows · length)."""
+    sizes: list[tuple[str, int]] = []
+    step, packed = Run.step, Run.packed
+    monkeypatch.setattr(
+        Run, "step", lambda run, tokens, *more: sizes.append(("step", tokens.size)) or step(run, tokens, *more)
+    )
+    monkeypatch.setattr(
+        Run, "packed", lambda run, prompts, size: sizes.append(("lane", size)) or packed(run, prompts, size)
+    )
+    return sizes
+
+
+def both(monkeypatch, model, prompts, seeds, **options):
+    """The texts with lanes and without."""
+    options = {"eos_token_id": None, "do_sample": False, "max_new_tokens": 4, "token_logprobs": True, **options}
+    gen = generation.compile(generation.context(model, **options), len(prompts))
+    found = generation.generate(gen, prompts, seeds)
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "supports", frozenset({"pages", "forks"}))
+        wanted = generation.generate(gen, prompts, seeds)
+    assert [[token.id for token in text] for text in found] == [[token.id for token in text] for text in wanted]
+    for text, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose([t.logprob for t in text], [t.logprob for t in other], rtol=0, atol=3e-4)
+
+
+OPTIONS = [
+    {},
+    {"do_sample": True, "temperature": 1.5, "top_k": 0},
+    {"num_beams": 3},
+    {"num_return_sequences": 2, "do_sample": True},
+    {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
+    {"kv_bits": 8},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_texts_are_those_of_plain_steps(name, options, loaded, monkeypatch):
+    both(monkeypatch, loaded(name), PROMPTS, [1, 2, 3, 4], **options)
+
+
+def test_the_prompts_take_one_step_of_their_sum(loaded, monkeypatch, computed):
+    both(monkeypatch, loaded("llama"), PROMPTS, [0] * 4, max_new_tokens=1)
+    assert sum(map(len, PROMPTS)) == 54
+    assert computed == [("lane", 56), ("step", 4 * 32), ("step", 4 * 4), ("step", 4)]
+
+
+def test_a_prompt_of_beams_runs_in_one_row_of_one(loaded, monkeypatch, computed):
+    both(monkeypatch, loaded("llama"), [PROMPTS[0]], [0], max_new_tokens=1, num_beams=3)
+    assert computed == [("lane", 40), ("step", 3 * 32), ("step", 3 * 4), ("step", 3)]
+
+
+def test_where_it_saves_a_quarter_or_less_steps_are_plain(loaded, monkeypatch, computed):
+    model = loaded("llama")
+    for prompts in ([PROMPTS[0]], [PROMPTS[0][:16], PROMPTS[3] + PROMPTS[1][:4]], [PROMPTS[0][:16], PROMPTS[3][:8]]):
+        both(monkeypatch, model, prompts, [0] * len(prompts), max_new_tokens=1)
+    assert "lane" not in dict(computed)
+
+
+@pytest.mark.parametrize("most", [16, 40, 64])
+def test_a_step_takes_no_more_than_it_may(most, loaded, monkeypatch, computed):
+    prompts = [DRAW.integers(3, 60, n).tolist() for n in (14, 3, 9, 2)]
+    both(monkeypatch, loaded("llama"), prompts, [0] * 4, max_new_tokens=1, prefill_step_size=most)
+    lanes = [size for what, size in computed if what == "lane"]
+    assert lanes == {16: [14, 14], 40: [28], 64: [28]}[most]
+
+
+def test_prompts_that_a_cache_has_the_beginning_of_run_as_tails(loaded, computed):
+    model = loaded("llama")
+    ctx = generation.context(model, eos_token_id=None, do_sample=False, max_new_tokens=1)
+    gen, cache = generation.compile(ctx, 4), PromptCache(model)
+    generation.generate(gen, PROMPTS, [0] * 4, prompt_cache=cache)
+    assert computed == [("lane", 56)]
+    generation.generate(gen, PROMPTS, [0] * 4, prompt_cache=cache)
+    assert computed[1:] == [("step", 4)]  # of each prompt its last token
+
+
+def test_the_reference_in_lanes(loaded, computed):
+    for name in ("llama", "gemma2", "bloom"):
+        rows = rows_of(name)
+        ctx = generation.context(loaded(name), do_sample=False, eos_token_id=None, max_new_tokens=8)
+        found = generation.generate(generation.compile(ctx, 3), [row["prompt"] for row in rows], [0] * 3)
+        for text, wanted in zip(found, tokens_of(rows), strict=True):
+            assert [token.id for token in text][: len(wanted)] == wanted[:8]
+    assert [what for what, _ in computed].count("lane") == 3
+
+
+def test_wrong_lanes_are_refused(loaded):
+    decoder = Decoder(loaded("llama").decoder, 2)
+    run = decoder.begin([8, 4])
+    for prompts, size, match in [
+        ([[5, 6]], 8, "rows"),
+        ([[5, 6], [5] * 5], 8, "at most"),
+        ([[5, 6], [7]], 2, "a lane of 2"),
+        ([[], []], 2, "1 or more"),
+    ]:
+        with pytest.raises(DecoderError, match=match):
+            run.packed(prompts, size)
+    run.evaluate(run.packed([[5, 6], []], 2))
+    with pytest.raises(DecoderError, match="hold none"):
+        run.packed([[5], []], 2)
+    run.evaluate(run.packed([[], [7, 8]], 2))
+    assert run.lengths.tolist() == [2, 2]
+    other = Decoder(plain("llama"), 1)
+    assert "packed" not in other.supports
+    with pytest.raises(DecoderError, match="over pools"):
+        other.begin([4]).packed([[5]], 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.dictionaries(st.integers(0, 40), st.integers(1, 700), min_size=1, max_size=12),
+    rows=st.integers(1, 64),
+    most=st.none() | st.integers(1, 600),
+)
+def test_packs_hold_each_prompt_once_and_take_far_fewer_tokens(lengths, rows, most):
+    lanes, limit = packs(lengths, rows, most), min(PACKED, most or PACKED)
+    longest = max(lengths.values())
+    if not lanes:
+        assert longest > limit or 4 * (sum(lengths.values()) * 9 / 8 + len(lengths)) >= 3 * rows * longest
+        return
+    assert [row for members, _ in lanes for row in members] == list(lengths)
+    sums = [sum(lengths[row] for row in members) for members, _ in lanes]
+    assert all(total <= size <= min(limit, total * 9 / 8 + 1) for total, (_, size) in zip(sums, lanes, strict=True))
+    assert 4 * sum(size for _, size in lanes) < 3 * rows * longest

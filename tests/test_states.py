@@ -1,0 +1,169 @@
+"""States: what a graph carries as a value, one row of it per row, through batches, forks, beams and padding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import golden
+from decoding import decoded, plain, prefill, rows_of, tokens_of
+
+from mlx_transmuter import generation
+from mlx_transmuter.decoder import Decoder, DecoderError
+from mlx_transmuter.generation import loop
+from mlx_transmuter.module import Module
+from mlx_transmuter.signature import Signature
+
+NAMES = ["lfm2", "deltanet_ort"]
+PAGES = [{}, {"paged": True, "block": 1}, {"paged": True, "block": 3}]
+
+
+def test_what_is_carried(loaded):
+    lfm2 = Decoder(loaded("lfm2").decoder, 2)
+    assert [state.past for state in lfm2.signature.states] == ["past_conv.0", "past_conv.2"]
+    assert [state.sizes(5) for state in lfm2.signature.states] == [(5, 32, 3)] * 2
+    assert [entry.past for entry in lfm2.signature.entries] == ["past_key_values.1.key", "past_key_values.1.value"]
+    assert lfm2.signature.index  # its attention is over pools all the same
+    net = Signature.of(loaded("deltanet_ort").decoder.program)
+    assert not net.entries
+    assert [state.past for state in net.states] == [
+        "past_conv.0", "past_recurrent.0", "past_conv.1", "past_recurrent.1"
+    ]  # fmt: skip
+    assert loaded("deltanet_ort").cache_mode == "grow"
+
+
+@pytest.mark.parametrize("pages", PAGES, ids=str)
+@pytest.mark.parametrize("form", ["rewritten", "plain"])
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_each_length_run_together_and_give_the_tokens_of_the_reference(name, form, pages, loaded):
+    decoder = Decoder(loaded(name).decoder if form == "rewritten" else plain(name), 3)
+    assert decoder.groups([5, 0, 3, 5]) == [[0, 3], [2]]
+    assert decoded(decoder, rows_of(name), **pages) == tokens_of(rows_of(name))
+
+
+def after(module: Module, tokens: list[int]) -> np.ndarray:
+    """The logits after the tokens, alone, in one step."""
+    run = Decoder(module, 1).begin([len(tokens)])
+    logits = run.step(np.array([tokens], np.int32), [len(tokens)])
+    run.evaluate(logits)
+    return np.array(logits)[0]
+
+
+@pytest.mark.parametrize("form", ["rewritten", "plain"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_past_the_first_bucket_in_parts_and_token_by_token(name, form, loaded):
+    module = loaded(name).decoder if form == "rewritten" else plain(name)
+    prompt = np.random.default_rng(2).integers(3, 120, 100).tolist()
+    wanted = after(module, prompt)
+    parts = prefill(Decoder(module, 1).begin([100]), [prompt])[0]
+    run = Decoder(module, 1).begin([100], paged=True)
+    for token in prompt:
+        logits = run.step(np.array([[token]], np.int32), [1])
+        run.evaluate(logits)
+    for found in (parts, np.array(logits)[0]):
+        assert np.abs(found - wanted).max() <= 1e-4 * np.ptp(wanted)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_are_few(name, loaded):
+    """A part of a prompt and a step of one token are compiled per bucket of columns, not per length."""
+    decoder = Decoder(loaded(name).decoder, 1)
+    run = decoder.begin([64])
+    prefill(run, [[5] * 20])
+    before = decoder.compilations
+    for _ in range(30):
+        run.evaluate(run.step(np.array([[5]], np.int32), [1]))
+    assert decoder.compilations - before <= 3  # one of a token, two that write what a graph as it is gives
+
+
+@pytest.mark.parametrize("block", [1, 3])
+@pytest.mark.parametrize("form", ["rewritten", "plain"])
+@pytest.mark.parametrize("name", NAMES)
+def test_forked_rows_continue_with_their_parents_states(name, form, block, loaded):
+    module = loaded(name).decoder if form == "rewritten" else plain(name)
+    prompts, draw = [row["prompt"] for row in rows_of(name)], np.random.default_rng(1)
+    texts = [prompts[1], prompts[1][::-1], []]
+    run = Decoder(module, 3).begin([40] * 3, paged=True, block=block)
+    prefill(run, texts)
+    for parents in ([0, 1, 1], [2, 0, 0], [1, 1, 2], [0, 1, 2]):
+        run.fork(parents)
+        texts = [list(texts[parent]) for parent in parents]
+        new = draw.integers(3, 120, 3)
+        for text, token in zip(texts, new.tolist(), strict=True):
+            text.append(token)
+        logits = run.step(new[:, None].astype(np.int32), [1, 1, 1])
+        run.evaluate(logits)
+        for row, text in enumerate(texts):
+            wanted = after(module, text)
+            assert np.abs(np.array(logits)[row] - wanted).max() <= 1e-4 * np.ptp(wanted), (parents, row)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_without_tokens_keeps_its_states(name, loaded):
+    """A step of another row leaves it where it was: a fork continues it as if nothing had been."""
+    module, prompt = loaded(name).decoder, rows_of(name)[1]["prompt"]
+    run = Decoder(module, 2).begin([40, 40], paged=True)
+    prefill(run, [prompt, prompt[::-1]])
+    run.evaluate(run.step(np.array([[7], [9]], np.int32), [0, 1]))
+    run.fork([0, 0])
+    logits = run.step(np.array([[5], [6]], np.int32), [1, 1])
+    run.evaluate(logits)
+    for row, token in enumerate([5, 6]):
+        wanted = after(module, [*prompt, token])
+        assert np.abs(np.array(logits)[row] - wanted).max() <= 1e-4 * np.ptp(wanted)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_that_would_change_a_state_is_refused(name, loaded):
+    decoder = Decoder(loaded(name).decoder, 2)
+    assert decoder.plan.padding == "none"
+    with pytest.raises(DecoderError, match="no padding"):
+        decoder.begin([8, 8]).step(np.zeros((2, 4), np.int32), [4, 3])
+    run = decoder.begin([8, 8])
+    run.evaluate(run.step(np.zeros((2, 4), np.int32), [4, 0]))
+    with pytest.raises(DecoderError, match="rows of one length"):
+        run.step(np.zeros((2, 1), np.int32), [1, 1])
+
+
+def results(gen: generation.Compiled, prompts: list[list[int]]) -> list[generation.Result]:
+    steps = loop.run(gen, prompts, [0] * len(prompts))
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+@pytest.mark.parametrize("name", ["lfm2", "gpt2_reread", "gpt2_merged"])
+def test_beams_are_those_of_transformers(name, loaded):
+    """Alone, and of prompts of several lengths in one batch."""
+    beams, prompts = golden(name)["beams"], [row["prompt"] for row in golden(name)["rows"]]
+    ctx = generation.context(
+        loaded(name), num_beams=beams["num_beams"], max_new_tokens=beams["max_new_tokens"], do_sample=False
+    )
+    for some in ([0], [0, 1, 2]):
+        gen = generation.compile(ctx, len(some))
+        for result, i in zip(results(gen, [prompts[i] for i in some]), some, strict=True):
+            assert [token.id for token in result.tokens] == beams["rows"][i]["tokens"]
+            assert result.score == pytest.approx(beams["rows"][i]["score"], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_log_probabilities_of_a_batch_are_those_of_the_logits(name, loaded):
+    """Of each token the log-softmax of what the model gives after the text before it, in one step."""
+    model, prompts = loaded(name), [row["prompt"] for row in rows_of(name)]
+    ctx = generation.context(model, max_new_tokens=5, do_sample=False, token_logprobs=True, eos_token_id=None)
+    for prompt, text in zip(prompts, generation.generate(generation.compile(ctx, 3), prompts, [0] * 3), strict=True):
+        for i, token in enumerate(text):
+            logits = mx.array(after(model.decoder, [*prompt, *(one.id for one in text[:i])]))
+            wanted = (logits - mx.logsumexp(logits))[token.id].item()
+            assert token.logprob == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_program_that_says_nothing_of_padding_takes_none(loaded):
+    """A state in an older folder, or one whose meta was lost, is not spoilt by padding."""
+    module = loaded("lfm2").decoder
+    program = replace(module.program, meta={})
+    assert Decoder(Module(program, module.weights()), 1).plan.padding == "none"
