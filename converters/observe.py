@@ -98,6 +98,8 @@ def step(program: Program, signature: Signature, rows: int, past: int, seq: int)
     }
     if signature.index:
         inputs |= _pools(signature, rows, past, seq)
+    if signature.ends:
+        inputs[ENDS] = mx.zeros((rows, 1), mx.int32)
     for state in signature.states:
         inputs[state.past] = mx.zeros(state.sizes(rows), ops.device_dtype(state.dtype))
     values = {value.name: value for value in program.inputs}
@@ -120,8 +122,6 @@ def _pools(signature: Signature, rows: int, past: int, seq: int) -> dict[str, An
     places = mx.broadcast_to(mx.arange(past, context, dtype=mx.int32), (rows, seq))
     index = CacheIndex.rows(context, [0] * rows).at(places)
     found: dict[str, Any] = {INDEX: index, LANES: index.heads(heads, context).spare(heads * rows * context)}
-    if signature.ends:
-        found[ENDS] = mx.zeros((rows, 1), mx.int32)
     for entry in signature.entries:
         size = (entry.heads * rows * context + 1, entry.dim)
         found[entry.past] = mx.zeros(size, ops.device_dtype(entry.dtype))
