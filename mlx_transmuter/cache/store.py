@@ -115,9 +115,9 @@ class Store:
         if len(heads) > 1:
             expected = "one number of heads where pages are copied"
             raise CacheError("Store.append", f"pools of {sorted(heads)} heads", expected, "Use blocks of 1.")
-        (n,) = heads
-        old, new = (self.rows(side, n) for side in zip(*copies, strict=True))
-        self.pools.copy(old, new)
+        for n in heads:  # none where a decoder has states alone
+            old, new = (self.rows(side, n) for side in zip(*copies, strict=True))
+            self.pools.copy(old, new)
 
     def fill(self, slots: np.ndarray, values: Sequence[mx.array]) -> None:
         """Writes values, one [slots, heads, width] for each pool, at these slots."""

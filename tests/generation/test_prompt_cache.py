@@ -271,6 +271,22 @@ def test_what_a_cache_is_not_for_is_refused(loaded):
     assert (cache.tokens, cache.nbytes) == (0, 0)
 
 
+@pytest.mark.parametrize(("name", "found"), [("lfm2", "states"), ("gpt2_reread", "without a cache")])
+def test_decoders_of_states_or_without_a_cache_have_no_prompt_cache(name, found, loaded):
+    with pytest.raises(GenerationError, match=found):
+        PromptCache(loaded(name))
+
+
+def test_guesses_go_on_after_what_is_kept(loaded):
+    """Tokens guessed and checked several at once are kept as others are."""
+    model, prompt = loaded("llama"), [5, 6, 7, 8] * 5
+    cache, gen = PromptCache(model), compiled(model)
+    guessing = compiled(model, prompt_lookup_num_tokens=3)
+    for text in (prompt, [*prompt, 9], prompt):
+        same(generation.generate(guessing, [text], [0], prompt_cache=cache), generation.generate(gen, [text], [0]))
+    assert cache.find([*prompt, 9, 1]) == len(prompt) + 1
+
+
 CALLS = st.lists(
     st.lists(st.lists(st.integers(3, 4), max_size=7), min_size=2, max_size=2).filter(any), min_size=1, max_size=5
 )
