@@ -44,6 +44,31 @@ def card(program: Program, config: dict[str, Any], folder: Path) -> str:
         ),
         f"- {meta['nodes']['read']} nodes were read, {meta['nodes']['kept']} are left.",
     ]
+    if made := meta.get("float_activations"):
+        rows += [
+            "",
+            f"The file rounds activations to 8 bits; here they stay in float ({made['held']} nodes). On a prompt",
+        ]
+        rows += [f"of random tokens that moves the logits by up to {made['error']:.1e} of their spread."]
+    if made := meta.get("cast"):
+        rows += [
+            "",
+            f"Then converted to {made['dtype']}: on the same prompts, logits within {made['error']:.1e} of the",
+        ]
+        rows += [f"graph's spread (limit {made['limit']:.0e})."]
+    if quantization := meta.get("quantization"):
+        rows += ["", *_quantization(quantization)]
     if not (folder / "tokenizer.json").is_file():
         rows += ["", "The source has no tokenizer.json: the model takes and gives token ids."]
     return "\n".join(rows) + "\n"
+
+
+def _quantization(found: dict[str, Any]) -> list[str]:
+    layers = ", ".join(f"{count} in {bits} bits" for bits, count in found["layers"].items())
+    rows = [
+        f"Then quantised (`{found['name']}`, groups of {found['group_size']}): {sum(found['layers'].values())} layers,"
+        f" {layers}. Each weight is within half a step of its float, at the ends of its group's range within a step.",
+        f"On the same prompts that moves the logits by up to {found['error']:.1e} of their spread, and the next token's"
+        f" distribution by {found['divergence']:.1e} nats (Kullback-Leibler).",
+    ]
+    return [*rows, "", *(f"- `{layer}` stays as it is: {why};" for layer, why in found["kept"].items())]

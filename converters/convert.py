@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
-from converters import prove
+from converters import cast, changed, prove, quantize
 from converters.branches import branch_taken
 from converters.card import card
 from converters.errors import ConvertError
@@ -25,9 +25,11 @@ from converters.names import name_inputs, name_weights
 from converters.observe import step
 from converters.passes import IN_GRAPH, OVER_POOLS, rewrite
 from converters.passes.experts import experts
+from converters.passes.joined import joined
 from converters.read import read
 from converters.tensors import Tensor
 from mlx_transmuter import ops, weights
+from mlx_transmuter.changes import Changes
 from mlx_transmuter.hub import COMPANIONS, TEMPLATES
 from mlx_transmuter.model import PROGRAM, load_module, read_json
 from mlx_transmuter.module import LARGEST, Module
@@ -37,12 +39,21 @@ from mlx_transmuter.signature import BRANCH, ENDS, INDEX, Signature, SignatureEr
 from mlx_transmuter.tokenizer import Tokenizer
 
 
-def convert(source: Path, file: str, out: Path, *, progress: bool = True, base_model: str | None = None) -> Path:
+def convert(
+    source: Path,
+    file: str,
+    out: Path,
+    *,
+    progress: bool = True,
+    base_model: str | None = None,
+    changes: Changes = Changes(),  # noqa: B008 it is frozen
+) -> Path:
     """Converts the ONNX decoder `file` of the folder `source` into the folder `out`, and gives `out`.
 
     `out` is replaced if it is a converted folder, and must be absent or empty otherwise. Until the converted module has
     been proved against the graph, everything lies in a temporary folder beside `out`; whatever ends a conversion, an
-    error or Ctrl-C, leaves `out` as it was. base_model: the repository that the source is, for the card.
+    error or Ctrl-C, leaves `out` as it was. base_model: the repository that the source is, for the card. changes: what
+    the conversion changes about the graph's numbers.
 
     Raises ConvertError for a file that cannot be converted, for a module that disagrees with the graph, for a full
     disk.
@@ -56,7 +67,7 @@ def convert(source: Path, file: str, out: Path, *, progress: bool = True, base_m
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".partial", dir=out.parent) as temporary:
             staged = Path(temporary) / "model"
             staged.mkdir()
-            _convert_into(staged, source, path, progress, base_model)
+            _convert_into(staged, source, path, progress, base_model, changes)
             _put_in_place(staged, out, Path(temporary) / "old")
     except ops.OperatorError as problem:
         raise ConvertError(path, problem.found, problem.expected, problem.do, problem.node) from problem
@@ -111,12 +122,19 @@ def _put_in_place(staged: Path, out: Path, old: Path) -> None:
         raise
 
 
-def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_model: str | None) -> None:
+def _convert_into(
+    folder: Path, source: Path, path: Path, progress: bool, base_model: str | None, changes: Changes
+) -> None:
     origins = _copy_companions(source, path, folder)
     config, genai = (read_json(origins.get(name, path / "none")) for name in ("config.json", "genai_config.json"))
     graph = name_inputs(read(path, progress=progress), genai)
+    if changes.quantize:
+        quantize.check(graph, path)
     signature = Signature.of(graph)
     graph = name_weights(graph.select(signature.outputs))
+    given, meta = graph, dict[str, Any]()
+    if changes.float_activations:
+        graph, meta["float_activations"] = changed.in_float(graph, path)
     if signature.given:
         raise ConvertError(
             path,
@@ -131,8 +149,25 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
     lengths = _proof_lengths(config) if not prove.is_dynamic(graph) else [prove.ONE_PART]
     case = prove.Case.random(signature.vocab, lengths)
     limit = _tolerance(graph)
-    found = _over_pools(folder, _in_graph(folder, graph, path, case, limit, progress), case, limit, progress)
-    program = found.program
+    # A recipe has its own bits for the values' projection, so it must not be one product with others.
+    first = tuple(one for one in IN_GRAPH if one is not joined or not (changes.quantize and changes.quantize.recipe))
+    found = _in_graph(folder, graph, path, case, limit, progress, first)
+    found = _over_pools(folder, found, case, limit, progress)
+    if changes.float_activations:
+        assert found.module is not None
+        meta["float_activations"] |= changed.difference(given, found.module)
+    program, proof = found.program, (path, found.plan, case, found.wanted)
+
+    def save(made: Program) -> Module:
+        _save_weights(folder, made, progress)
+        return Module(made, weights.load(folder, made))
+
+    if changes.dtype and not cast.is_in(program, changes.dtype):
+        found = replace(found, module=None)  # its weights are needed no more
+        program, meta["cast"] = changed.in_type(program, changes.dtype, *proof, limit, save)
+    if changes.quantize:
+        found = replace(found, module=None)
+        program, meta["quantization"] = changed.quantized(program, changes.quantize, *proof, save, progress)
     program.meta = {
         **found.plan.meta(),
         "max_positions": min((count for count in (most, _rows(program)) if count), default=None),
@@ -144,9 +179,10 @@ def _convert_into(folder: Path, source: Path, path: Path, progress: bool, base_m
             "steps": prove.STEPS,
         },
         **({"branch": "both" if program.input(BRANCH) else "cached"} if signature.branch else {}),
-        "nodes": {"read": sum(1 for _ in graph.all_nodes()), "kept": len(program.nodes)},
+        "nodes": {"read": sum(1 for _ in given.all_nodes()), "kept": len(program.nodes)},
         "rewrites": [{"name": r.name, "held": r.held, "declined": r.declined} for r in found.records],
         "source": {"file": path.name, **({"base_model": base_model} if base_model else {})},
+        **meta,
     }
     program.save(folder / PROGRAM)
     load_module(folder)
@@ -158,15 +194,23 @@ class _Proved:
     """A program whose logits agreed with the graph's: its module, its plan, and how far off each trial was."""
 
     program: Program
-    module: Module
+    module: Module | None
     records: list[Record]
     plan: Plan
     errors: dict[str, Any]
     wanted: list[list[np.ndarray]]
 
 
-def _in_graph(folder: Path, graph: Program, path: Path, case: prove.Case, limit: float, progress: bool) -> _Proved:
-    """The graph after the rewrites that leave its past and present, as many as agree; its weights are in the folder.
+def _in_graph(
+    folder: Path,
+    graph: Program,
+    path: Path,
+    case: prove.Case,
+    limit: float,
+    progress: bool,
+    rewrites: tuple[Rewrite, ...],
+) -> _Proved:
+    """The graph after the `rewrites`, which leave its past and present, as many as agree; its weights are written.
 
     Of a merged decoder the branch with a cache alone, if it gives what both give.
     """
@@ -175,7 +219,7 @@ def _in_graph(folder: Path, graph: Program, path: Path, case: prove.Case, limit:
     wanted: list[list[np.ndarray]] | None = None
     single: bool | None = None  # whether prompts run token by token; None until it is known
     for start in starts:
-        for order in _orders():
+        for order in _orders(rewrites):
             try:
                 program, records = rewrite(start, order)
                 _save_weights(folder, program, progress)
@@ -194,7 +238,7 @@ def _in_graph(folder: Path, graph: Program, path: Path, case: prove.Case, limit:
                 plan, again = prove.best_plan(module, _for(tried, True), case, wanted, limit) if single else (plan, {})
                 errors |= again
             if plan is not None:
-                records += [_dropped(one) for one in IN_GRAPH if one not in order]
+                records += [_dropped(one) for one in rewrites if one not in order]
                 return _Proved(program, module, records, plan, errors, wanted)
             if start is not graph:
                 plain = _plain_module(start, program, module)
@@ -273,6 +317,7 @@ def _over_pools(folder: Path, found: _Proved, case: prove.Case, limit: float, pr
 
     Of one that stays as it was only the last logits are computed.
     """
+    assert found.module is not None
     program, records = rewrite(found.program, OVER_POOLS)
     if program.input(INDEX) is None and program.input(ENDS) is None:
         return replace(found, records=found.records + records)
@@ -308,15 +353,15 @@ def _copy_companions(source: Path, path: Path, folder: Path) -> dict[str, Path]:
     return origins
 
 
-def _orders() -> Iterator[tuple[Rewrite, ...]]:
+def _orders(rewrites: tuple[Rewrite, ...]) -> Iterator[tuple[Rewrite, ...]]:
     """The rewrites to try: all; without one, a late one first; then fewer and fewer, since each builds on those before
     it.
     """
-    yield IN_GRAPH
-    for one in reversed(IN_GRAPH):
-        yield tuple(other for other in IN_GRAPH if other is not one)
-    for count in range(len(IN_GRAPH) - 2, -1, -1):
-        yield IN_GRAPH[:count]
+    yield rewrites
+    for one in reversed(rewrites):
+        yield tuple(other for other in rewrites if other is not one)
+    for count in range(len(rewrites) - 2, -1, -1):
+        yield rewrites[:count]
 
 
 def _dropped(one: Rewrite) -> Record:
@@ -404,7 +449,7 @@ def _tolerance(program: Program) -> float:
     """How far logits may be off, by the lowest float type that the weights or the cache have."""
     kinds = {weight.dtype for weight in program.weights.values() if math.prod(weight.shape) > 1}
     kinds |= {value.dtype for value in (*program.inputs, *program.outputs)}
-    kinds |= {"dynamic"} if prove.is_dynamic(program) else set()
+    kinds |= {"dynamic"} if prove.rounds(program) else set()
     return max(limit for kind, limit in prove.TOLERANCES.items() if kind in kinds or kind == "float32")
 
 

@@ -27,6 +27,7 @@ _ROLES = {
     ("MatMulNBits", 5): "bias",
     ("GatherBlockQuantized", 2): "scales",
     ("GatherBlockQuantized", 3): "zero_points",
+    ("MatMulInteger", 3): "zero_points",
     ("DequantizeLinear", 1): "scales",
     ("DequantizeLinear", 2): "zero_points",
     ("GroupQueryAttention", 7): "cos",

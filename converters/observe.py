@@ -16,9 +16,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops
+from mlx_transmuter.cache import CacheIndex
 from mlx_transmuter.module import Module, values_of
 from mlx_transmuter.program import Program, Value
-from mlx_transmuter.signature import Signature, SignatureError
+from mlx_transmuter.signature import ENDS, INDEX, LANES, Signature, SignatureError
 
 # (rows, past, seq): no size stands twice, no two sum to a third that a graph could confuse, and the extremes are in.
 TRIALS = ((2, 7, 3), (1, 31, 5), (3, 21, 1), (5, 0, 11))
@@ -89,12 +90,16 @@ class Observation:
         return str(value.dtype).removeprefix("mlx.core.") if isinstance(value, mx.array) else None
 
 
-def step(program: Program, signature: Signature, rows: int, past: int, seq: int) -> dict[str, mx.array | np.ndarray]:
+def step(program: Program, signature: Signature, rows: int, past: int, seq: int) -> dict[str, Any]:
     """Inputs of those sizes for one step of the program: zeros, with a full mask; no past where nothing is carried."""
     past = past if signature.carried else 0
-    inputs: dict[str, mx.array | np.ndarray] = {
+    inputs: dict[str, Any] = {
         entry.past: mx.zeros(entry.sizes(rows, past), ops.device_dtype(entry.dtype)) for entry in signature.entries
     }
+    if signature.index:
+        inputs |= _pools(signature, rows, past, seq)
+    if signature.ends:
+        inputs[ENDS] = mx.zeros((rows, 1), mx.int32)
     for state in signature.states:
         inputs[state.past] = mx.zeros(state.sizes(rows), ops.device_dtype(state.dtype))
     values = {value.name: value for value in program.inputs}
@@ -109,3 +114,15 @@ def step(program: Program, signature: Signature, rows: int, past: int, seq: int)
     if signature.keep:
         inputs[signature.keep] = np.zeros([1] * len(values[signature.keep].shape or ()), np.int64)
     return inputs
+
+
+def _pools(signature: Signature, rows: int, past: int, seq: int) -> dict[str, Any]:
+    """What a program over pools takes besides: an index of rows, and pools with a spare row."""
+    context, heads = past + seq, signature.entries[0].heads
+    places = mx.broadcast_to(mx.arange(past, context, dtype=mx.int32), (rows, seq))
+    index = CacheIndex.rows(context, [0] * rows).at(places)
+    found: dict[str, Any] = {INDEX: index, LANES: index.heads(heads, context).spare(heads * rows * context)}
+    for entry in signature.entries:
+        size = (entry.heads * rows * context + 1, entry.dim)
+        found[entry.past] = mx.zeros(size, ops.device_dtype(entry.dtype))
+    return found

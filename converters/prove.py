@@ -32,6 +32,12 @@ def is_dynamic(program: Program) -> bool:
     return any(node.op.startswith(_DYNAMIC) for node in program.all_nodes())
 
 
+def rounds(program: Program) -> bool:
+    """Whether the graph rounds activations to 8 bits, by fixed scales or by those of a step."""
+    kinds = ("QuantizeLinear-", "com.microsoft.QuantizeLinear-")
+    return is_dynamic(program) or any(node.op.startswith(kinds) for node in program.all_nodes())
+
+
 @dataclass(frozen=True)
 class Case:
     """Prompts of a batch, [] for a padding row, and the tokens that follow each: STEPS decode steps."""
@@ -129,11 +135,23 @@ def error(found: list[list[np.ndarray]], wanted: list[list[np.ndarray]]) -> floa
         for one, other in zip(row, truth, strict=True):
             finite = np.isfinite(other)
             spread = float(np.ptp(other[finite])) if finite.any() else 0.0
-            far = np.abs(one[finite].astype(np.float32) - other[finite]) / (spread or 1.0)
-            if not np.isfinite(one[finite]).all() or (np.isfinite(one) != finite).any():
+            if (np.isfinite(one) != finite).any():
                 return float("inf")
+            far = np.abs(one[finite].astype(np.float32) - other[finite]) / (spread or 1.0)
             worst = max(worst, float(far.max(initial=0.0)))
     return worst
+
+
+def divergence(found: list[list[np.ndarray]], wanted: list[list[np.ndarray]]) -> float:
+    """How far the next token's distribution is from the wanted one's: the mean Kullback-Leibler divergence in nats."""
+    far = []
+    for one, other in (
+        (o, t) for row, truth in zip(found, wanted, strict=True) for o, t in zip(row, truth, strict=True)
+    ):
+        logs = [x.astype(np.float64) - np.logaddexp.reduce(x.astype(np.float64)) for x in (one, other)]
+        chance = np.exp(logs[1])
+        far.append(float(np.sum(chance * (logs[1] - logs[0]), where=chance > 0)))
+    return float(np.mean(far)) if far else 0.0
 
 
 def plans(program: Program, signature: Signature) -> list[Plan]:

@@ -66,6 +66,24 @@ class Tensor:
         return Tensor(self.dtype, self.shape[::-1], lambda: self.read().transpose(), turned=self)
 
 
+def parts(make: Callable[[], tuple[mx.array, ...]], count: int) -> list[Callable[[], np.ndarray]]:
+    """A function for each of the arrays that `make` gives. It runs once where they are asked for one after the other;
+    what nobody has asked for yet is all that is kept of it.
+    """
+    left: dict[int, mx.array] = {}
+
+    def part(at: int) -> Callable[[], np.ndarray]:
+        def read() -> np.ndarray:
+            if at not in left:
+                left.update(enumerate(make()))
+                mx.eval(list(left.values()))
+            return np.array(left.pop(at))
+
+        return read
+
+    return [part(at) for at in range(count)]
+
+
 def tensor(proto: TensorProto, file: Path, name: str | None = None) -> Tensor:
     """The Tensor of a TensorProto in `file`, external data included. Raises ConvertError for data that is not there
     whole.

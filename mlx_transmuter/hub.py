@@ -12,12 +12,13 @@ import mmap
 import os
 import re
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from mlx_transmuter import userdir
+from mlx_transmuter.changes import FLOATS, Changes, Quantization, near
 from mlx_transmuter.program import VERSION
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ def convert(
     dtype: str | None = None,
     revision: str | None = None,
     progress: bool = True,
+    quantize: str | Mapping[str, Any] | None = None,
+    float_activations: bool = False,
 ) -> Path:
     """Converts the decoder of a source into the folder `out`, and returns that folder.
 
@@ -82,10 +85,25 @@ def convert(
     fp16, q8 (_quantized), int8, uint8, q4, q4f16, bnb4. With neither, the most precise one there is, said in one line.
     `revision`: a branch, tag or commit; one that was downloaded before is used as it is, without asking the hub.
 
+    `dtype` may also be a float type that the graph is converted to, as mlx_lm's is: float16, bfloat16 or float32. The
+    file is then chosen as without it. What must be float32 in a half type stays, such as angles of a rotation.
+
+    `quantize`: how to quantise the linear layers and embeddings of a float graph, as mlx_lm does: "4bit" (2, 3, 4, 5,
+    6 or 8), a recipe (mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6), or a dict of `bits` or `recipe`, and `group_size`
+    (32, 64 or 128; 64 where it isn't said). A layer whose columns are no multiple of the group stays as it is, and is
+    named. The conversion is proved in floats first; what quantising does to its logits is measured and recorded.
+
+    `float_activations`: a file that rounds activations to 8 bits (dynamic quantisation, QDQ) keeps them in float; its
+    products become quantised layers, faster and nearer to the float model. How far its logits move is recorded.
+
     `out` must be new, empty, or an earlier conversion, which is replaced only when the new one is whole. Raises
     HubError where the source or `out` is not what it should be, and the converter's ConvertError where the file cannot
-    be converted; either way `out` is left as it was.
+    be converted (or quantised), ChangeError for a change that there is none of; `out` is left as it was.
     """
+    dtype, changes = _changes(dtype)
+    changes = replace(changes, float_activations=float_activations)
+    if quantize is not None:
+        changes = replace(changes, quantize=Quantization.of(quantize))
     out = Path(out).expanduser()
     found, file = _find(source, file, revision)
     if "program.json" in found.names:
@@ -96,7 +114,7 @@ def convert(
         )
     name = _choose(found, file, dtype, progress)
     folder = _fetch_model(found, name, progress)
-    return _converter()(folder, name, out, progress=progress, base_model=found.repo)
+    return _converter()(folder, name, out, progress=progress, base_model=found.repo, changes=changes)
 
 
 def load(
@@ -104,6 +122,7 @@ def load(
 ) -> Model:
     """The model of a converted folder, or of any source of `convert`, with the same choice of a file.
 
+    A `dtype` that names a float type converts the graph to it, as in `convert`.
     An unconverted source is converted once into the user's cache, which is said in one line: the folder that
     MLX_TRANSMUTER_CACHE names, else ~/.cache/mlx_transmuter. It is converted again when the source changes. Removing
     the folder, or one in it, clears it. Raises HubError, the converter's ConvertError, and load_folder's errors.
@@ -115,12 +134,13 @@ def load(
         if file or dtype:
             raise HubError(source, "already converted", "neither file nor dtype", "Convert the one you want.")
         return load_folder(_fetch(found, [name for name in found.names if _of_conversion(name)]))
+    dtype, changes = _changes(dtype)
     name = _choose(found, file, dtype)
-    folder = _cached(found, name)
+    folder = _cached(found, name, changes)
     if not (folder / "program.json").is_file():
         origin = _fetch_model(found, name)
-        with _temporary(folder) as temporary:
-            whole = _converter()(origin, name, temporary / "model", base_model=found.repo)
+        with userdir.temporary(folder) as temporary:
+            whole = _converter()(origin, name, temporary / "model", base_model=found.repo, changes=changes)
             try:
                 os.rename(whole, folder)
             except OSError:  # another process may have been first: its folder holds the same
@@ -159,14 +179,14 @@ def _find(source: str | Path, file: str | None, revision: str | None) -> tuple[S
     text = str(source)
     if isinstance(source, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1 or "\\" in text:
         raise HubError(source, "no such folder", "a folder with ONNX files, or a repository id")
-    if revision is not None and not _inside(revision):
+    if revision is not None and not userdir.inside(revision):
         raise HubError(source, f"revision {revision!r}", "a branch, tag or commit")
     return _repository(text, revision or "main"), file
 
 
 def _local_names(folder: Path, file: str | None) -> tuple[str, ...]:
     """The files at the folder's root, under onnx/ and beside `file`."""
-    beside = PurePosixPath(file).parent if file and _inside(file) else PurePosixPath("onnx")
+    beside = PurePosixPath(file).parent if file and userdir.inside(file) else PurePosixPath("onnx")
     names = {entry.name: entry for entry in folder.iterdir()}
     for sub in {PurePosixPath("onnx"), beside}:
         if (folder / sub).is_dir():
@@ -180,7 +200,7 @@ def _repository(repo: str, revision: str) -> Source:
     from huggingface_hub import constants, errors
 
     here = _snapshot(repo, revision)
-    listing = None if here is None else _read_listing(_listing(repo, here.name))
+    listing = None if here is None else userdir.read_listing(userdir.listing(repo, here.name))
     if here is not None and listing is not None:
         return Source(repo, listing, here, repo, revision, here.name)
     try:
@@ -193,12 +213,12 @@ def _repository(repo: str, revision: str) -> Source:
             raise _explained(repo, revision, error) from error
         names = tuple(str(PurePosixPath(entry.relative_to(here))) for entry in here.rglob("*") if entry.is_file())
         return Source(repo, names, here, repo, revision, here.name)
-    names = tuple(entry.rfilename for entry in info.siblings or () if _inside(entry.rfilename))
+    names = tuple(entry.rfilename for entry in info.siblings or () if userdir.inside(entry.rfilename))
     commit = info.sha or ""
     if not re.fullmatch(r"[0-9a-f]{40}", commit):
         raise HubError(repo, f"commit {commit!r}", "40 hexadecimal digits")
     with contextlib.suppress(OSError):  # the listing only saves a question
-        _write_listing(_listing(repo, commit), names)
+        userdir.write_listing(userdir.listing(repo, commit), names)
     return Source(repo, names, None, repo, revision, commit)
 
 
@@ -247,8 +267,8 @@ def _explained(repo: str, revision: str, error: Exception) -> HubError:
 def _choose(source: Source, file: str | None, dtype: str | None, progress: bool = True) -> str:
     """The name of the decoder's ONNX file; see `convert` for the rule."""
     if dtype is not None and dtype not in SUFFIXES:
-        near = difflib.get_close_matches(dtype, DTYPES, n=1)
-        raise HubError(source.label, f"dtype {dtype!r}", " ".join(DTYPES), f"Did you mean {near[0]}?" if near else "")
+        known = (*DTYPES, *FLOATS)
+        raise HubError(source.label, f"dtype {dtype!r}", " ".join(known), near(dtype, known))
     there = [name for name in source.names if name.endswith(".onnx")]
     if not there:
         raise HubError(
@@ -257,8 +277,8 @@ def _choose(source: Source, file: str | None, dtype: str | None, progress: bool 
     if file is not None:
         name = str(PurePosixPath(file))
         if name not in there:
-            near = difflib.get_close_matches(name, there, n=3, cutoff=0.3)
-            raise HubError(source.label, f"no file {file!r}", f"one of {_some(near or there)}")
+            alike = difflib.get_close_matches(name, there, n=3, cutoff=0.3)
+            raise HubError(source.label, f"no file {file!r}", f"one of {_some(alike or there)}")
         if dtype is not None and _dtype(name) != dtype:
             raise HubError(source.label, f"file {file!r} with dtype {dtype}", "a file of that dtype, or one of the two")
         return name
@@ -408,14 +428,12 @@ def _bars(shown: bool) -> Iterator[None]:
         enable_progress_bars()
 
 
-def _cache() -> Path:
-    """The user's cache of converted folders."""
-    named = os.environ.get("MLX_TRANSMUTER_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(named).expanduser() if named else Path(base).expanduser() / "mlx_transmuter"
+def _changes(dtype: str | None) -> tuple[str | None, Changes]:
+    """What a `dtype` says of the choice of a file, and what it says of the conversion."""
+    return (None, Changes(dtype=dtype)) if dtype in FLOATS else (dtype, Changes())
 
 
-def _cached(source: Source, name: str) -> Path:
+def _cached(source: Source, name: str, changes: Changes) -> Path:
     """Where the conversion of a source's file lies: its name holds what the conversion depends on."""
     if source.repo is not None:
         identity: Any = [source.repo, source.commit]
@@ -424,38 +442,11 @@ def _cached(source: Source, name: str) -> Path:
         files = [name, *_external(source, source.folder, name), *_companions(source, name)]
         stats = [(file, (source.folder / file).stat()) for file in files]
         identity = [str(source.folder.resolve()), [[file, stat.st_size, stat.st_mtime_ns] for file, stat in stats]]
-    key = hashlib.sha256(json.dumps([identity, name, VERSION]).encode()).hexdigest()[:16]
+    identity = [identity, name, VERSION, *([changes.dtype] if changes.dtype else [])]
+    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     label = source.repo or (source.folder or Path()).resolve().name
     readable = re.sub(r"[^A-Za-z0-9._-]+", "--", f"{label}--{PurePosixPath(name).stem}").lstrip(".")[:120]
-    return _cache() / "converted" / f"{readable}--{key}"
-
-
-def _listing(repo: str, commit: str) -> Path:
-    """Where the names of a commit's files are kept, so that a second use asks the hub nothing."""
-    return _cache() / "listings" / repo.replace("/", "--") / f"{commit}.json"
-
-
-def _read_listing(file: Path) -> tuple[str, ...] | None:
-    try:
-        names = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    whole = isinstance(names, list) and all(isinstance(name, str) and _inside(name) for name in names)
-    return tuple(names) if whole else None
-
-
-def _write_listing(file: Path, names: Iterable[str]) -> None:
-    with _temporary(file) as temporary:
-        (temporary / "listing").write_text(json.dumps(sorted(names)), encoding="utf-8")
-        os.replace(temporary / "listing", file)
-
-
-@contextlib.contextmanager
-def _temporary(place: Path) -> Iterator[Path]:
-    """A folder beside the place where its content will go, so that a rename moves it; removed whatever happens."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{place.name[:60]}.", suffix=".partial", dir=place.parent) as folder:
-        yield Path(folder)
+    return userdir.cache() / "converted" / f"{readable}--{key}"
 
 
 def _converter():
@@ -466,12 +457,6 @@ def _converter():
             raise
         raise HubError("converting", "the package onnx is not installed", do="Install it: pip install onnx.") from None
     return convert
-
-
-def _inside(name: str) -> bool:
-    """Whether a path stays inside the folder it is relative to."""
-    parts = PurePosixPath(name).parts
-    return bool(parts) and not name.startswith("/") and ".." not in parts and "\\" not in name and "\0" not in name
 
 
 def _some(names: Sequence[str], most: int = 8) -> str:

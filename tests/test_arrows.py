@@ -15,6 +15,8 @@ PACKAGES = ("mlx_transmuter", "converters")
 # program <- ops <- module <- decoder <- generation <- tasks <- cli, with cache and tokenizer on their own.
 ARROWS: dict[str, set[str]] = {
     "program": set(),
+    "changes": set(),
+    "userdir": set(),
     "cache": set(),
     "tokenizer": set(),
     "ops": {"program", "cache"},
@@ -28,11 +30,11 @@ ARROWS: dict[str, set[str]] = {
     "reread": {"ops", "plan", "signature", "steps"},
     "decoder": {"cache", "ops", "entries", "signature", "plan", "module", "steps", "reread"},
     "generation": {"program", "cache", "ops", "signature", "module", "decoder", "model"},
-    "hub": {"program", "model", "converters"},
+    "hub": {"program", "changes", "userdir", "model", "converters"},
     "tasks": {"program", "tokenizer", "model", "generation"},
-    "cli": {"program", "signature", "plan", "tokenizer", "model", "generation", "tasks", "hub"},
+    "cli": {"program", "changes", "signature", "plan", "tokenizer", "model", "generation", "tasks", "hub"},
     "converters": {
-        "program", "cache", "tokenizer", "ops", "entries", "signature", "plan", "weights", "module", "model", "decoder",
+        "program", "changes", "cache", "tokenizer", "ops", "entries", "signature", "plan", "weights", "module", "model", "decoder",
         "hub"
     },
     # What a user imports: the names of all of them.

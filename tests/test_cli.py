@@ -166,7 +166,13 @@ def test_without_a_model_the_demo_answers_its_prompt(run, monkeypatch):
         ("generate --num-draft-tokens 0", "1 or more"),
         ("generate --prompt-lookup some", "invalid int value"),
         ("convert", "--hf-path"),
-        ("convert --model x -q", "unrecognized arguments"),
+        ("convert --model x --q-bits 4", "need -q"),
+        ("convert --model x --quant-predicate mixed_3_6", "need -q"),
+        ("convert --model x -q --q-bits 7", "bits 7; expected one of 2, 3, 4, 5, 6, 8"),
+        ("convert --model x -q --q-group-size 16", "group_size 16"),
+        ("convert --model x -q --quant-predicate mixed_36", "Did you mean mixed_3_6"),
+        ("convert --model x -q --q-bits 4 --quant-predicate mixed_3_6", "names its own bits"),
+        ("generate --model x -q", "unrecognized arguments"),
     ],
 )
 def test_wrong_arguments_are_exit_code_2(run, args, message):
@@ -239,6 +245,35 @@ def test_another_machine_is_told_what_it_needs(run, monkeypatch):
 
 
 # Convert and inspect.
+
+
+def test_convert_to_a_float_type(run, tmp_path):
+    out = tmp_path / "out"
+    assert run("convert", "--model", LLAMA, "-o", out, "--dtype", "float16", "-q", "--q-group-size", 32)[0] == 0
+    facts = json.loads(run("inspect", out, "--json")[1])
+    assert facts["cast"]["dtype"] == "float16"
+    assert set(facts["parameters"]) == {"float16", "float32", "uint32"}
+    assert "converted    to float16" in run("inspect", out)[1]
+    assert "Then converted to float16" in (out / "README.md").read_text()
+    assert run("generate", "--model", out, "-p", "Hi", "-m", 3)[0] == 0
+
+
+def test_convert_keeps_activations_in_float_only_where_a_file_rounds_them(run, tmp_path):
+    code, _, err = run("convert", "--model", LLAMA, "-o", tmp_path / "out", "--float-activations")
+    assert code == 1
+    assert "no activations rounded to 8 bits" in err
+
+
+def test_convert_quantises(run, tmp_path):
+    code, stdout, err = run(
+        "convert", "--hf-path", LLAMA, "--mlx-path", tmp_path / "out", "-q", "--q-bits", 8, "--q-group-size", 32
+    )
+    assert (code, stdout) == (0, f"{tmp_path / 'out'}\n")
+    assert "8 in 8 bits, groups of 32" in err
+    facts = json.loads(run("inspect", tmp_path / "out", "--json")[1])
+    assert facts["quantization"]["layers"] == {"8": 8}
+    assert "8 in 8 bits" in run("inspect", tmp_path / "out")[1]
+    assert run("generate", "--model", tmp_path / "out", "-p", "Hi", "-m", 3)[0] == 0
 
 
 def test_convert_writes_a_folder_that_generates(run, tmp_path):

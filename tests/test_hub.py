@@ -34,10 +34,11 @@ def conversions(monkeypatch):
     """A converter that writes what it was given: (the files of the folder, the file)."""
     seen = []
 
-    def convert(folder, file, out, *, progress=True, base_model=None):
+    def convert(folder, file, out, *, progress=True, base_model=None, changes=None):
         seen.append((folder, file))
         out.mkdir()
-        (out / "program.json").write_text(json.dumps([file, (folder / file).read_bytes().decode("latin-1")]))
+        data = [file, (folder / file).read_bytes().decode("latin-1"), changes and changes.dtype]
+        (out / "program.json").write_text(json.dumps(data))
         return out
 
     monkeypatch.setattr(hub, "_converter", lambda: convert)
@@ -242,6 +243,22 @@ def test_load_converts_once_and_again_when_the_source_changes(tmp_path, cache, c
     folder(source, {"diary.txt": b"not read"})
     hub.load(source)
     assert len(conversions) == 4
+
+
+def test_a_float_type_is_no_choice_of_a_file_and_has_a_conversion_of_its_own(tmp_path, conversions):
+    source = folder(tmp_path / "in", {"model.onnx": b"x", "model_fp16.onnx": b"y"})
+    folders = {dtype: hub.load(source, dtype=dtype) for dtype in (None, "float16", "bfloat16", "fp16")}
+    assert [file for _, file in conversions] == ["model.onnx"] * 3 + ["model_fp16.onnx"]
+    assert len(set(folders.values())) == 4
+    assert {dtype: json.loads((one / "program.json").read_text())[2] for dtype, one in folders.items()} == {
+        None: None, "float16": "float16", "bfloat16": "bfloat16", "fp16": None,
+    }  # fmt: skip
+    assert hub.load(source, dtype="float16") == folders["float16"]
+    assert len(conversions) == 4
+    hub.convert(source, tmp_path / "out", file="model_fp16.onnx", dtype="float32")
+    assert json.loads((tmp_path / "out" / "program.json").read_text())[::2] == ["model_fp16.onnx", "float32"]
+    with pytest.raises(HubError, match=r"dtype 'floaty16'.*Did you mean float16"):
+        hub.load(source, dtype="floaty16")
 
 
 def test_two_processes_at_once_leave_one_whole_folder(tmp_path, cache, conversions, monkeypatch):

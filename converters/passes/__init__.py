@@ -11,7 +11,8 @@ buffer;
 4. settle: shapes that are the same in steps of every size become constants, and nodes that change nothing go; same:
    what is written several times is computed once; stored: what is done to a weight alone is done now.
    unpacked: onnxruntime's Attention gives its projections away, before linear, which makes a layer of them.
-5. embedding: before linear, so that a head tied to the embedding finds its table.
+5. integers: before embedding and linear, which take what is left of its weights in floats.
+   embedding: before linear, so that a head tied to the embedding finds its table.
 6. linear, quantized: products with a constant matrix become layers; flat: these take rows of any shape; joined: those
    of one input become one.
 7. norms, rotary, gates: one node for what exporters write in several; parted: after rotary, which looks for slices.
@@ -35,6 +36,7 @@ from converters.passes.fold import fold
 from converters.passes.gates import gates
 from converters.passes.group_query import group_query
 from converters.passes.heads import heads
+from converters.passes.integers import integers
 from converters.passes.joined import joined
 from converters.passes.last import last
 from converters.passes.linear import linear
@@ -62,6 +64,7 @@ IN_GRAPH: tuple[Rewrite, ...] = (
     same,
     stored,
     unpacked,
+    integers,
     embedding,
     linear,
     quantized,

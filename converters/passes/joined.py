@@ -24,7 +24,7 @@ def joined(graph: Graph) -> Iterator[Answer]:
         path = node.inputs[1]
         layer = graph.program.layers[path]
         types = tuple((part, array.dtype) for part, array in _arrays(graph, path).items())
-        key = (node.inputs[0], _scope(path)[0], tuple(sorted(layer.items())), types)
+        key = (node.inputs[0], _scope(path)[0], tuple(sorted(layer.items())), tuple(node.attrs.items()), types)
         groups.setdefault(key, []).append(node)
     for nodes in groups.values():
         paths = [node.inputs[1] for node in nodes]
@@ -41,7 +41,7 @@ def _one(graph: Graph, nodes: Sequence[Node], paths: Sequence[str]) -> Become:
     whole, split = f"{first.outputs[0]}.joined", f"{path}.split"
     outputs = tuple(node.outputs[0] for node in nodes)
     made = (
-        Node("mlx.linear", (first.inputs[0], path), (whole,), name=first.name),
+        Node("mlx.linear", (first.inputs[0], path), (whole,), first.attrs, first.name),
         Node("Split-13", (whole, split), outputs, {"axis": -1}, first.name),
     )
     layers = {path: graph.program.layers[paths[0]]}

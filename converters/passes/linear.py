@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -20,7 +21,7 @@ def layer_names(graph: Graph, weight: str, *others: str) -> tuple[str, str, str]
     The path is the scope that the weight stands in. A scope may hold more than its layer does, such as a bias that
     another node adds; the layer then gets a scope of its own.
     """
-    stem, own = weight.removesuffix(".weight"), (weight, *others)
+    stem, own = re.sub(r"\.weight(_quantized|_\d+)?$|_quantized$", "", weight), (weight, *others)
     path = stem if stem != weight else weight.rpartition(".")[0]
     if not path or any(name.startswith(f"{path}.") and name not in own for name in graph.program.arrays):
         path = f"{stem}.layer"

@@ -116,6 +116,22 @@ def _parser() -> argparse.ArgumentParser:
         help="where the converted folder goes (default: mlx_model)",
     )  # fmt: skip
     _file_arguments(convert)
+    convert.add_argument(
+        "--quantize", "-q", action="store_true", help="quantise linear layers and embeddings of a float model"
+    )
+    convert.add_argument("--q-bits", type=int, metavar="BITS", help="bits of a weight: 2, 3, 4, 5, 6 or 8 (default: 4)")
+    convert.add_argument(
+        "--q-group-size", type=int, metavar="N", help="weights that share a scale: 32, 64 or 128 (default: 64)"
+    )
+    convert.add_argument(
+        "--quant-predicate", metavar="RECIPE",
+        help="more bits for the layers that need them: mixed_2_6, mixed_3_4, mixed_3_6 or mixed_4_6",
+    )  # fmt: skip
+
+    convert.add_argument(
+        "--float-activations", action="store_true",
+        help="an 8-bit file (dynamic or QDQ) keeps its activations in float: faster, other roundings",
+    )  # fmt: skip
 
     inspect = command("inspect", "print a model's cache mode, inputs, operators, size and rewrites")
     inspect.add_argument("source", nargs="?", metavar="SOURCE", help="the same as --model")
@@ -136,7 +152,8 @@ def _file_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", metavar="NAME", help="the ONNX file inside the source, such as onnx/model_q4.onnx")
     parser.add_argument(
         "--dtype", type=_dtype, metavar="DTYPE",
-        help="pick the file by its dtype: fp32 fp16 q4 q4f16 q8 int8 uint8 bnb4 (default: the most precise)",
+        help="pick the file by its dtype: fp32 fp16 q4 q4f16 q8 int8 uint8 bnb4 (default: the most precise); "
+        "or convert to a float type: float16 bfloat16 float32",
     )  # fmt: skip
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the repository")
 
@@ -228,8 +245,9 @@ def _text_file(name: str) -> str:
 
 
 def _dtype(text: str) -> str:
+    from mlx_transmuter.changes import FLOATS
     from mlx_transmuter.hub import DTYPES
 
-    if text not in DTYPES:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {' '.join(DTYPES)}")
+    if text not in (*DTYPES, *FLOATS):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {' '.join((*DTYPES, *FLOATS))}")
     return text

@@ -3,11 +3,36 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from mlx_transmuter import hub
+from mlx_transmuter.changes import ChangeError, Quantization
 
 
 def run(args: argparse.Namespace) -> int:
-    out = hub.convert(args.model, args.out, file=args.file, dtype=args.dtype, revision=args.revision)
+    out = hub.convert(
+        args.model,
+        args.out,
+        file=args.file,
+        dtype=args.dtype,
+        revision=args.revision,
+        quantize=_quantize(args),
+        float_activations=args.float_activations,
+    )
     print(out)
     return 0
+
+
+def _quantize(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What the flags say of quantisation; a flag that would have no effect, or that MLX has no form of, is an error."""
+    given = {"bits": args.q_bits, "group_size": args.q_group_size, "recipe": args.quant_predicate}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not args.quantize:
+        if given:
+            args.usage_error("--q-bits, --q-group-size and --quant-predicate need -q (--quantize)")
+        return None
+    try:
+        Quantization.of(given)
+    except ChangeError as error:
+        args.usage_error(str(error))
+    return given

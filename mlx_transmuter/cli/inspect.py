@@ -52,6 +52,9 @@ def facts(model: Model) -> dict[str, Any]:
         "operators": dict(Counter(node.op for node in program.all_nodes()).most_common()),
         "rewrites": meta.get("rewrites", []),
         "proof": meta.get("proof"),
+        "float_activations": meta.get("float_activations"),
+        "cast": meta.get("cast"),
+        "quantization": meta.get("quantization"),
     }
 
 
@@ -85,6 +88,15 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines += [f"         declined {count}: {reason}" for reason, count in rewrite["declined"].items()]
     if proof := found["proof"]:
         lines.append(f"proof        logits within {proof['error']:.1e} of their spread (limit {proof['limit']:.0e})")
+    if made := found["float_activations"]:
+        lines.append(f"activations  in float where the file rounds them: logits move by {made['error']:.1e} of that")
+    if made := found["cast"]:
+        lines.append(f"converted    to {made['dtype']}: within {made['error']:.1e} of that (limit {made['limit']:.0e})")
+    if made := found["quantization"]:
+        layers = ", ".join(f"{count} in {bits} bits" for bits, count in made["layers"].items())
+        lines.append(
+            f"quantised    {layers}, groups of {made['group_size']}: logits move by {made['error']:.1e} of that"
+        )
     return lines
 
 

@@ -31,8 +31,12 @@ def layer(kind: str, **options) -> nn.Module:
 
 
 @op("mlx.linear")
-def linear(x, projection: Layer):
-    """x [..., in] through the layer: [..., out]. MatMul with a constant matrix, and the Add of a bias after it."""
+def linear(x, projection: Layer, *, pad: int = 0):
+    """x [..., in] through the layer: [..., out]. MatMul with a constant matrix, and the Add of a bias after it.
+
+    pad: columns of zeros after x's own, for a quantised layer whose last group is not full.
+    """
+    x = mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)]) if pad else x
     bias = projection.get("bias")
     if type(projection) is nn.Linear:
         turned = _turned(projection.weight, x)

@@ -1,66 +1,259 @@
-"""Dynamic 8-bit files operator by operator: a rounding that goes the other way moves all that comes after it, so each
-node is given what onnxruntime gives the same node.
-"""
+"""Weights in integers, and activations that a file rounds: onnxruntime's logits, as layers where that changes nothing."""
 
 from __future__ import annotations
 
-import forms
+import shutil
+from pathlib import Path
+
 import numpy as np
 import onnx
 import pytest
+import toy
+from blocks_in_toy import with_floats, with_product
+from conftest import FIXTURES
+from onnx import TensorProto, helper, numpy_helper
 
-from converters.read import read
+from converters.convert import convert
+from converters.errors import ConvertError
 from mlx_transmuter import ops
-from mlx_transmuter.module import evaluate
+from mlx_transmuter.changes import Changes
+from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.model import load_folder
+from mlx_transmuter.program import Program
 
-ort = pytest.importorskip("onnxruntime")
+IDS = [3, 1, 15, 7, 2]
+PACKED = {"int4": (TensorProto.INT4, -8, 7), "uint4": (TensorProto.UINT4, 0, 15)}
+BYTES = {"int8": (TensorProto.INT8, -128, 127), "uint8": (TensorProto.UINT8, 0, 255)}
 
 
-def values_of(path, rows: int, length: int) -> dict[str, np.ndarray]:
-    """What onnxruntime gives of every value of the file in a first step of the rows."""
-    model = onnx.load(path)
-    given = {value.name for value in model.graph.output}
-    made = [name for node in model.graph.node for name in node.output if name and name not in given]
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in made)
+def converted(model: onnx.ModelProto, tmp_path: Path, **changes) -> tuple[np.ndarray, Program]:
+    source = toy.write(tmp_path / "source", model)
+    folder = convert(source, "model.onnx", tmp_path / "out", progress=False, changes=Changes(**changes))
+    return toy.found(folder, IDS), load_folder(folder).decoder.program
+
+
+def kinds(program: Program) -> list[str]:
+    return [layer["kind"] for path, layer in program.layers.items() if path.startswith("down")]
+
+
+def dequantised(kind: str, form: str, turned: bool, columns: int = 64, block: int = 32):
+    """A toy with MatMul(wide, DequantizeLinear(W)), and the weight [columns, 8] that it stands for."""
+    code, low, high = {**PACKED, **BYTES}[kind]
+    draw = np.random.default_rng(0)
+    shape = (toy.DIM, columns) if turned else (columns, toy.DIM)
+    values = draw.integers(low, high, shape, endpoint=True)
+    along = 1 if turned else 0
+    attrs, sizes = {"tensor": ({}, ()), "channel": ({"axis": 1 - along}, (toy.DIM,)), "blocks": (
+        {"axis": along, "block_size": block}, (toy.DIM, columns // block) if turned else (columns // block, toy.DIM),
+    )}[form]  # fmt: skip
+    scale = draw.uniform(0.5, 1.5, sizes).astype(np.float32) / (high - low)
+    zero = draw.integers(low, high, sizes, endpoint=True)
+
+    def spread(part: np.ndarray) -> np.ndarray:
+        if form == "blocks":
+            return np.repeat(part, block, axis=along)
+        return part if form == "tensor" else part[:, None] if turned else part
+
+    weight = (values - spread(zero)) * spread(scale)
+    read = helper.make_node("DequantizeLinear", ["down.weight", "down.scales", "down.zeros"], ["floats"], **attrs)
+    nodes = [read, helper.make_node("MatMul", ["wide", "floats"], ["narrow"], "/down/MatMul")]
+    if turned:
+        nodes.insert(1, helper.make_node("Transpose", ["floats"], ["floats_t"], perm=[1, 0]))
+        nodes[2].input[1] = "floats_t"
+    model = with_product(nodes, {"down.scales": np.asarray(scale)}, columns)
+    for name, array in (("down.weight", values), ("down.zeros", np.asarray(zero))):
+        model.graph.initializer.append(helper.make_tensor(name, code, array.shape, array.ravel().tolist()))
+    return model, (weight.T if turned else weight)
+
+
+@pytest.mark.parametrize("kind", [*PACKED, *BYTES])
+@pytest.mark.parametrize("form", ["tensor", "channel", "blocks"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_weight_in_integers_becomes_a_quantised_layer(kind, form, turned, tmp_path):
+    model, weight = dequantised(kind, form, turned)
+    found, program = converted(model, tmp_path)
+    assert kinds(program) == ["QuantizedLinear"]
+    assert not [node for node in program.nodes if "Dequantize" in node.op]
+    for wanted in (toy.expected(model, IDS), toy.expected(with_floats(weight, 64), IDS)):
+        assert np.abs(found - wanted).max() <= 1e-4 * np.ptp(wanted)
+
+
+def test_scales_along_the_rows_have_no_group_and_the_weight_is_in_floats(tmp_path):
+    model, _ = dequantised("int8", "blocks", False, block=16)
+    found, program = converted(model, tmp_path)
+    assert kinds(program) == ["Linear"]
+    wanted = toy.expected(model, IDS)
+    assert np.abs(found - wanted).max() <= 1e-4 * np.ptp(wanted)
+
+
+# Dynamic files.
+
+
+def logits(folder: Path, ids: np.ndarray) -> np.ndarray:
+    run = Decoder(load_folder(folder).decoder, 1).begin([ids.shape[1]])
+    step = run.step(ids.astype(np.int32), [ids.shape[1]])
+    run.evaluate(step)
+    return ops.to_host(step[0])
+
+
+def onnxruntime_logits(file: Path, ids: np.ndarray) -> np.ndarray:
+    import onnxruntime as ort
+
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    ids = np.random.default_rng(0).integers(30, 120, (rows, length))
-    feed = {
-        "input_ids": ids,
-        "attention_mask": np.ones_like(ids),
-        "position_ids": np.arange(length)[None].repeat(rows, 0),
-    }
-    for value in session.get_inputs():
-        if value.name.startswith("past"):
-            feed[value.name] = np.zeros((rows, value.shape[1], 0, value.shape[3]), np.float32)
-    feed = {value.name: feed[value.name] for value in session.get_inputs()}
-    names = [value.name for value in session.get_outputs()]
-    return feed | dict(zip(names, session.run(names, feed), strict=True))
+    options.log_severity_level = 3
+    session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    feed = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(ids.shape[1])[None]}
+    given = session.get_inputs()
+    feed |= {v.name: np.zeros((1, v.shape[1], 0, v.shape[3]), np.float32) for v in given if "past" in v.name}
+    return session.run(["logits"], {v.name: feed[v.name] for v in given})[0][0, -1]
 
 
-@pytest.mark.parametrize("form", forms.EIGHT_BITS)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
-def test_each_node_of_a_dynamic_file_gives_what_onnxruntime_gives_of_it(name, form, tmp_path):
-    path = forms.make(name, form, tmp_path / "source") / "model.onnx"
-    truth = values_of(path, 2, 9)
-    program = read(path)
-    held = {name: tensor.read() for name, tensor in program.arrays.items()} | program.constants | truth
-    seen = {"DynamicQuantizeLinear-11": 0, "MatMulInteger-10": 0, "DequantizeLinear-13": 0}
-    for node in program.nodes:
-        found = evaluate(
-            node, {name: ops.to_device(held[name]) if held[name].ndim else held[name] for name in node.inputs if name}
+def dynamic(name: str, folder: Path, **options) -> Path:
+    from onnxruntime.quantization import quantize_dynamic
+
+    shutil.copytree(FIXTURES / name, folder)
+    (folder / "model.onnx").unlink()
+    quantize_dynamic(FIXTURES / name / "model.onnx", folder / "model.onnx", **options)
+    return folder
+
+
+def in_floats(file: Path) -> onnx.ModelProto:
+    """The dynamic file with its integer products as products of floats: each weight dequantised, no activation
+    rounded.
+    """
+    model = onnx.load(str(file))
+    arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    givers = {name: node for node in model.graph.node for name in node.output}
+    readers = {name: node for node in model.graph.node for name in node.input}
+    gone = []
+    for node in [node for node in model.graph.node if node.op_type == "MatMulInteger"]:
+        source, cast = givers[node.input[0]], readers[node.output[0]]
+        scaled = readers[cast.output[0]]
+        scales = givers[next(name for name in scaled.input if name != cast.output[0])]
+        scale = arrays[next(name for name in scales.input if name in arrays)]
+        weight = (arrays[node.input[1]].astype(np.float32) - arrays[node.input[3]].astype(np.float32)) * scale
+        model.graph.initializer.append(numpy_helper.from_array(weight.astype(np.float32), f"{node.name}.floats"))
+        product = helper.make_node("MatMul", [source.input[0], f"{node.name}.floats"], [scaled.output[0]])
+        model.graph.node.insert(list(model.graph.node).index(scaled), product)
+        gone += [node, cast, scaled]
+    for node in gone:
+        model.graph.node.remove(node)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma"])
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_a_dynamic_file_with_float_activations_is_a_model_of_quantised_layers(name, per_channel, tmp_path):
+    from onnxruntime.quantization import QuantType
+
+    source = dynamic(name, tmp_path / "source", weight_type=QuantType.QInt8, per_channel=per_channel)
+    changes = Changes(float_activations=True)
+    out = convert(source, "model.onnx", tmp_path / "out", progress=False, changes=changes)
+    program = load_folder(out).decoder.program
+    assert not [node for node in program.nodes if "Quantize" in node.op or "Integer" in node.op]
+    assert {layer["bits"] for layer in program.layers.values() if "bits" in layer} == {8}
+    assert program.meta["proof"]["limit"] == 1e-4
+    ids = np.random.default_rng(0).integers(30, 120, (1, 8))
+    onnx.save(in_floats(source / "model.onnx"), str(tmp_path / "floats.onnx"))
+    wanted, rounded = (onnxruntime_logits(file, ids) for file in (tmp_path / "floats.onnx", source / "model.onnx"))
+    found = logits(out, ids)
+    assert np.abs(found - wanted).max() <= 1e-4 * np.ptp(wanted)
+    # What the conversion recorded is of the size of what onnxruntime makes of the rounding.
+    said = program.meta["float_activations"]
+    far = np.abs(found - rounded).max() / np.ptp(rounded)
+    assert far / 10 < said["error"] < far * 10
+    assert f"by up to {said['error']:.1e} of their spread" in (out / "README.md").read_text()
+
+
+def test_without_the_option_a_dynamic_file_keeps_its_integers(tmp_path):
+    source = dynamic("llama", tmp_path / "source")
+    program = load_folder(convert(source, "model.onnx", tmp_path / "out", progress=False)).decoder.program
+    assert [node for node in program.nodes if node.op.startswith("MatMulInteger-")]
+    assert "float_activations" not in program.meta
+
+
+def test_a_float_file_has_no_activations_to_keep(tmp_path):
+    with pytest.raises(ConvertError, match=r"no activations rounded to 8 bits"):
+        convert(
+            FIXTURES / "llama", "model.onnx", tmp_path / "out", progress=False, changes=Changes(float_activations=True)
         )
-        for output, value in zip(node.outputs, found, strict=False):
-            if not output or output not in truth:
-                continue
-            value, wanted = value if isinstance(value, np.ndarray) else ops.to_host(value), truth[output]
-            assert value.shape == wanted.shape
-            if wanted.dtype.kind == "f":
-                np.testing.assert_allclose(value, wanted, rtol=2e-5, atol=2e-5, err_msg=str(node))
-            else:
-                np.testing.assert_array_equal(value, wanted, err_msg=str(node))
-        if node.op in seen:
-            seen[node.op] += 1
-    assert min(seen.values()) > 0
+
+
+@pytest.mark.parametrize("fused", ["DynamicQuantizeMatMul", "MatMulIntegerToFloat"])
+@pytest.mark.parametrize("signed", [False, True])
+def test_the_fused_products_of_onnxruntime_too(fused, signed, tmp_path):
+    draw = np.random.default_rng(0)
+    kind = np.int8 if signed else np.uint8
+    values = draw.integers(np.iinfo(kind).min, np.iinfo(kind).max, (64, toy.DIM)).astype(kind)
+    scale = draw.uniform(0.5, 1.5, toy.DIM).astype(np.float32) / 255
+    zero, bias = np.full(toy.DIM, 3, kind), draw.normal(size=toy.DIM).astype(np.float32)
+    arrays = {"down.weight": values, "down.scales": scale, "down.zeros": zero, "down.offset": bias}
+    domain = {"domain": "com.microsoft", "name": "/down/MatMul"}
+    if fused == "DynamicQuantizeMatMul":
+        inputs = ["wide", "down.weight", "down.scales", "down.zeros", "down.offset"]
+        nodes = [helper.make_node(fused, inputs, ["narrow"], **domain)]
+    else:
+        inputs = ["wide_q", "down.weight", "wide_s", "down.scales", "wide_z", "down.zeros", "down.offset"]
+        nodes = [helper.make_node("DynamicQuantizeLinear", ["wide"], ["wide_q", "wide_s", "wide_z"])]
+        nodes.append(helper.make_node(fused, inputs, ["narrow"], **domain))
+    model = with_product(nodes, arrays, 64)
+    found, program = converted(model, tmp_path, float_activations=True)
+    assert kinds(program) == ["QuantizedLinear"]
+    weight = (values.astype(np.float32) - zero.astype(np.float32)) * scale
+    wanted = toy.expected(with_floats(weight, 64, bias), IDS)
+    assert np.abs(found - wanted).max() <= 1e-4 * np.ptp(wanted)
+
+
+# QDQ files.
+
+
+class Prompts:
+    """Calibration data for onnxruntime's static quantisation."""
+
+    def __init__(self, inputs):
+        draw = np.random.default_rng(1)
+        self.left = []
+        for _ in range(3):
+            ids = draw.integers(30, 120, (1, 8))
+            feed = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(8)[None]}
+            feed |= {v.name: np.zeros((1, v.shape[1], 0, v.shape[3]), np.float32) for v in inputs if "past" in v.name}
+            self.left.append({v.name: feed[v.name] for v in inputs})
+
+    def get_next(self):
+        return self.left.pop() if self.left else None
+
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_a_static_qdq_file_converts_and_keeps_or_leaves_its_roundings(name, per_channel, tmp_path):
+    import onnxruntime as ort
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+    CalibrationDataReader.register(Prompts)
+    source = tmp_path / "source"
+    shutil.copytree(FIXTURES / name, source)
+    inputs = ort.InferenceSession(str(source / "model.onnx"), providers=["CPUExecutionProvider"]).get_inputs()
+    (source / "model.onnx").unlink()
+    quantize_static(
+        str(FIXTURES / name / "model.onnx"), str(source / "model.onnx"), Prompts(inputs), quant_format=QuantFormat.QDQ,
+        op_types_to_quantize=["MatMul", "Gemm"], per_channel=per_channel, weight_type=QuantType.QInt8,
+        activation_type=QuantType.QUInt8,
+    )  # fmt: skip
+    ids = np.random.default_rng(0).integers(30, 120, (1, 8))
+    wanted = onnxruntime_logits(source / "model.onnx", ids)
+    plain = onnxruntime_logits(FIXTURES / name / "model.onnx", ids)
+    kept = convert(source, "model.onnx", tmp_path / "kept", progress=False)
+    program = load_folder(kept).decoder.program
+    assert [node for node in program.nodes if node.op.startswith("QuantizeLinear-")]
+    assert [layer for layer in program.layers.values() if layer["kind"] == "QuantizedLinear"]
+    found = logits(kept, ids)
+    assert np.abs(found - wanted).max() <= 5e-2 * np.ptp(wanted)  # a rounding that goes the other way is 1/255
+    floats = convert(source, "model.onnx", tmp_path / "floats", progress=False, changes=Changes(float_activations=True))
+    program = load_folder(floats).decoder.program
+    assert not [node for node in program.nodes if node.op.startswith("QuantizeLinear-")]
+    # Without the roundings it is nearer to the float model than the file is.
+    assert np.abs(logits(floats, ids) - plain).max() < np.abs(wanted - plain).max()

@@ -38,7 +38,7 @@ LLAMA = {"embedding": 1, "linear": 15, "norms": 5, "rotary": 4, "gates": 2, "att
 WANTED = {
     "llama": LLAMA,
     "llama_fp16": LLAMA,
-    "llama_q4": LLAMA | {"linear": 0, "quantized": 13},
+    "llama_q4": LLAMA | {"linear": 0, "quantized": 15},
     "mistral": LLAMA,
     "qwen2": LLAMA,
     "qwen3": LLAMA | {"norms": 9},  # queries and keys have norms too
@@ -191,12 +191,11 @@ def test_a_matrix_that_something_else_reads_is_no_linear_layer():
     assert found == ["the matrix is read in several ways; wanted products of one form"]
 
 
-def test_blocks_that_mlx_has_no_form_of_stay():
+def test_weights_packed_for_another_machine_stay():
     program = before("llama_q4", quantized)
     node = next(node for node in program.nodes if node.op.startswith("com.microsoft.MatMulNBits"))
-    program = changed(program, "com.microsoft.MatMulNBits", attrs={**node.attrs, "block_size": 16})
-    found = reasons(program, quantized)
-    assert "its blocks are of 16; MLX has groups of 32, 64 and 128, so it stays in the file's form" in found
+    program = changed(program, "com.microsoft.MatMulNBits", attrs={**node.attrs, "weight_prepacked": 1})
+    assert reasons(program, quantized) == ["it is packed for another machine"]
 
 
 def test_grouped_attention_with_another_attribute_declines():

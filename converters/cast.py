@@ -1,0 +1,252 @@
+"""A program in another float type: weights, cache and activations follow; what needs float32 keeps it.
+
+To a half type, four things stay in float32. What depends on positions, masks and constants alone (the angles of a
+rotation, the slopes of ALiBi) is computed there, and what comes of it is cast where it meets an activation. Where the
+exporter cast a half activation to float32, the values stay in float32 until the exporter casts back, a weight scales
+them or a product takes them. Sums, powers and exponentials that no rewrite has put into one node with its own float32
+inside (a norm, a softmax) are such islands too. And the scales of 8-bit and 4-bit weights, which bfloat16 would move.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from converters.errors import ConvertError
+from converters.match import is_kind
+from converters.observe import Observation
+from converters.tensors import Tensor
+from mlx_transmuter import ops
+from mlx_transmuter.program import Node, Program, Value, Weight
+from mlx_transmuter.signature import Signature
+
+FLOATS = ("float32", "float16", "bfloat16", "float64")
+HALVES = ("float16", "bfloat16")
+LAYER_OPS = ("mlx.linear", "mlx.embedding", "mlx.as_linear")
+# What overflows or loses digits in a half type where it is a node of its own.
+_ISLANDS = (
+    *("Softmax", "LogSoftmax", "Exp", "Log", "Pow", "Sqrt", "Reciprocal", "CumSum", "ReduceMean", "ReduceSum"),
+    *("ReduceSumSquare", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceProd"),
+)
+# Products take half types whatever they are of; joined values have the type of those that are half.
+_PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "com.microsoft.FusedMatMul", "Concat")
+# What reads rows of a weight: a learned table, whose rows are activations.
+_TABLES = ("Gather", "com.microsoft.EmbedLayerNormalization")
+# What is small, whatever it is computed from, and what leaves it so.
+_SMALL = ("Cos", "Sin", "Tanh", "Sigmoid")
+
+# Of a float value: computed without activations, in float32; in float32; in the half type.
+KEPT, SINGLE, HALF = "kept", "single", "half"
+
+
+def cast(program: Program, dtype: str, path: Path) -> Program:
+    """The program with its floats in `dtype`: float16, bfloat16, or float32 for one in a half type.
+
+    Raises ConvertError for a program with branches, whose values have types of their own, or that cannot be walked.
+    """
+    if any(True for node in program.nodes for _ in node.branches()):
+        raise ConvertError(path, f"branches, for {dtype}", "a graph without If, Loop or Scan", "convert it as it is")
+    if dtype == "float32":
+        return _single(program)
+    seen = Observation.of(program)
+    if seen is None:
+        raise ConvertError(path, f"a graph of which the types aren't known, for {dtype}", "one that can be walked")
+    return _Half(program, dtype, seen, path).program()
+
+
+def is_in(program: Program, dtype: str) -> bool:
+    """Whether the cache, the logits and the floats of the layers are in `dtype` already."""
+    values = [value.dtype for value in (*program.inputs, *program.outputs)]
+    owned = [w.dtype for name, w in program.weights.items() if name.rpartition(".")[0] in program.layers]
+    return {one for one in (*values, *owned) if one in FLOATS} <= {dtype}
+
+
+def tensor(source: Tensor, dtype: str, what: str, path: Path, bounded: bool = False) -> Tensor:
+    """The tensor in another float type, read and rounded when it is asked for. Raises ConvertError, then, for one with
+    numbers beyond the type's; bounded: these become the type's largest instead, as in a mask.
+    """
+
+    def read() -> np.ndarray:
+        floats, kind = source.array(), ops.device_dtype(dtype)
+        if bounded:
+            floats = mx.where(mx.isfinite(floats), mx.clip(floats, mx.finfo(kind).min, mx.finfo(kind).max), floats)
+        made = floats.astype(kind)
+        if not mx.array_equal(mx.isfinite(floats), mx.isfinite(made)):
+            raise ConvertError(path, f"numbers in {what} that {dtype} doesn't hold", "smaller ones", "use bfloat16")
+        if dtype == "bfloat16":
+            return np.array(made.view(mx.uint16)).view(np.dtype("bfloat16"))
+        return np.array(made)
+
+    return Tensor(dtype, source.shape, read)
+
+
+def _single(program: Program) -> Program:
+    """The program with every half type as float32."""
+    arrays = {
+        name: tensor(one, "float32", name, Path()) if one.dtype in HALVES else one
+        for name, one in program.arrays.items()
+    }
+
+    def value(one: Value) -> Value:
+        return replace(one, dtype="float32") if one.dtype in HALVES else one
+
+    def node(one: Node) -> Node:
+        halved = is_kind(one, "Cast") and ops.NAMES.get(one.attrs["to"]) in HALVES
+        return replace(one, attrs={**one.attrs, "to": ops.CODES["float32"]}) if halved else one
+
+    return replace(
+        program,
+        inputs=tuple(map(value, program.inputs)),
+        outputs=tuple(map(value, program.outputs)),
+        nodes=list(map(node, program.nodes)),
+        arrays=arrays,
+        weights={name: Weight(one.dtype, one.shape) for name, one in arrays.items()},
+    )
+
+
+@dataclass
+class _Half:
+    """One conversion to a half type: the state of each float value, and the nodes made so far."""
+
+    source: Program
+    dtype: str
+    seen: Observation
+    path: Path
+    states: dict[str, str] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)
+    constants: dict[str, np.ndarray] = field(default_factory=dict)
+    casts: dict[tuple[str, str], str] = field(default_factory=dict)
+    small: set[str] = field(default_factory=set)  # kept values within the half type's numbers
+
+    def program(self) -> Program:
+        source = self.source
+        self.constants = dict(source.constants)
+        owned = {name for name in source.arrays if name.rpartition(".")[0] in source.layers}
+        loose = {name for name, one in source.arrays.items() if one.dtype in FLOATS and name not in owned}
+        self.states = {value.name: HALF for value in source.inputs if value.dtype in FLOATS}
+        for name, array in source.constants.items():
+            if array.dtype.kind == "f":
+                self.states[name] = KEPT
+                self.small |= {name} if np.abs(array).max(initial=0) <= 1 else set()
+        wants = [self.want(node, loose) for node in source.nodes]
+        single = {n for node, want in zip(source.nodes, wants, strict=True) if want != HALF for n in node.inputs}
+        halved = loose - single
+        self.states |= {name: HALF if name in halved else KEPT for name in loose}
+        signature = Signature.of(source)
+        presents = {one.present for one in (*signature.entries, *signature.states)}
+        for node, want in zip(source.nodes, wants, strict=True):
+            self.emit(node, want, presents)
+        arrays = {
+            name: tensor(one, self.dtype, name, self.path, name in halved)
+            if name in halved or self.follows(name, one, owned)
+            else one
+            for name, one in source.arrays.items()
+        }
+        return replace(
+            source,
+            inputs=tuple(self.value(one) for one in source.inputs),
+            outputs=tuple(self.value(one) for one in source.outputs),
+            nodes=self.nodes,
+            constants=self.constants,
+            arrays=arrays,
+            weights={name: Weight(one.dtype, one.shape) for name, one in arrays.items()},
+        )
+
+    def follows(self, name: str, one: Tensor, owned: set[str]) -> bool:
+        """Whether an array of a layer takes the type: all floats but scales that bfloat16 has too few digits for."""
+        scales = name.rpartition(".")[2] in ("scales", "biases")
+        return name in owned and one.dtype in FLOATS and not (scales and self.dtype == "bfloat16")
+
+    def value(self, one: Value) -> Value:
+        state = self.states.get(one.name)
+        return replace(one, dtype=self.dtype if state == HALF else "float32") if state else one
+
+    def is_float(self, name: str) -> bool:
+        found = self.seen.seen[0].get(name)
+        if isinstance(found, np.ndarray):
+            return found.dtype.kind == "f"
+        return isinstance(found, mx.array) and mx.issubdtype(found.dtype, mx.floating)
+
+    def want(self, node: Node, loose: set[str]) -> str | None:
+        """The state that the node's float inputs must have, with that of its outputs noted; None for no floats."""
+        given = [self.states[name] for name in node.inputs if name in self.states]
+        weights = [name for name in node.inputs if name in loose]
+        floats = [name for name in node.outputs if name and self.is_float(name)]
+        want, out = self.rule(node, given, weights)
+        self.states |= dict.fromkeys(floats, out)
+        return want if given or weights else None
+
+    def rule(self, node: Node, given: list[str], weights: list[str]) -> tuple[str, str]:
+        """What the node takes and what it gives."""
+        active = set(given) - {KEPT}
+        if is_kind(node, "Cast"):
+            return self.rule_of_cast(node, given)
+        if node.op in LAYER_OPS or (node.op.startswith("mlx.") and active):
+            return HALF, HALF
+        if not active:
+            table = weights and any(is_kind(node, kind) for kind in _TABLES)
+            return (HALF, HALF) if table else (KEPT, KEPT)
+        if any(is_kind(node, kind) for kind in _ISLANDS):
+            return SINGLE, SINGLE
+        product = any(is_kind(node, kind) for kind in _PRODUCTS) or "Attention" in node.op
+        scaled = any(np.prod(self.source.weights[name].shape) > 1 for name in weights)
+        return (HALF, HALF) if product or scaled or active == {HALF} else (SINGLE, SINGLE)
+
+    def rule_of_cast(self, node: Node, given: list[str]) -> tuple[str, str]:
+        """An exporter's cast of an activation: to a half type, or to float32 where it isn't there already."""
+        to = ops.NAMES.get(node.attrs["to"])
+        if to in HALVES:
+            return (given or [KEPT])[0], HALF
+        if not given or given[0] == KEPT or to not in FLOATS:
+            return KEPT if not given else given[0], KEPT
+        found = self.seen.dtype(node.inputs[0])
+        return (given[0], SINGLE) if found in HALVES else (given[0], given[0])
+
+    def emit(self, node: Node, want: str | None, presents: set[str]) -> None:
+        """The node, its float inputs cast to what it wants, and its outputs to what a cache or the next node wants."""
+        inputs = tuple(self.cast(name, want) if name in self.states and want else name for name in node.inputs)
+        node = replace(node, inputs=inputs)
+        if is_kind(node, "Cast") and (state := self.states.get(node.outputs[0])):
+            node = replace(node, attrs={**node.attrs, "to": self.code(state)})
+        narrow = [name for name in node.outputs if name in presents and self.states.get(name) != HALF]
+        if node.op in LAYER_OPS and "bits" in self.source.layers[node.inputs[1]] and self.dtype == "bfloat16":
+            narrow = list(node.outputs)  # its scales are float32, and so is what it gives
+        wide = {name: f"{name}.wide" for name in narrow if name in self.states}
+        floats = [name for name in node.inputs if name in self.states]
+        if any(is_kind(node, kind) for kind in _SMALL) or (floats and all(name in self.small for name in floats)):
+            self.small.update(node.outputs)
+        self.nodes.append(replace(node, outputs=tuple(wide.get(name, name) for name in node.outputs)))
+        for name, other in wide.items():
+            self.nodes.append(Node("Cast-9", (other,), (name,), {"to": self.code(HALF)}))
+            self.states[name] = HALF
+
+    def cast(self, name: str, want: str) -> str:
+        """The name of the value in the state that is wanted, with the nodes that make it so where it isn't."""
+        state = self.states[name]
+        if (state == HALF) == (want == HALF):
+            return name
+        to = HALF if want == HALF else SINGLE
+        if (name, to) not in self.casts:
+            made = f"{name}.{self.dtype if to == HALF else 'float32'}"
+            source = self.bounded(name) if state == KEPT else name
+            self.nodes.append(Node("Cast-9", (source,), (made,), {"to": self.code(to)}))
+            self.casts[name, to] = made
+        return self.casts[name, to]
+
+    def bounded(self, name: str) -> str:
+        """The value within the half type's numbers: a mask's lowest number would become -inf, and NaN when two meet."""
+        info = mx.finfo(ops.device_dtype(self.dtype))
+        if name in self.small:
+            return name
+        for end, limit in (("lowest", info.min), ("highest", info.max)):
+            self.constants.setdefault(f"{self.dtype}.{end}", np.array(limit, np.float32))
+        self.nodes.append(
+            Node("Clip-11", (name, f"{self.dtype}.lowest", f"{self.dtype}.highest"), (f"{name}.bounded",))
+        )
+        return f"{name}.bounded"
+
+    def code(self, state: str) -> int:
+        return ops.CODES[self.dtype if state == HALF else "float32"]

@@ -1,0 +1,126 @@
+"""The layers to which a mixed recipe gives more bits, found by what they do in the graph; names may be opaque.
+
+mlx_lm's recipes (convert.mixed_quant_predicate_builder, after llama.cpp's Q4_K_M) give more bits to the head, and in
+the first and last eighth of the blocks and every third one between them to v_proj and down_proj. Here a value
+projection is the layer whose output is kept as a value of the cache, a down projection the layer that reads a gated or
+activated product of layers, the head the layer that gives the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from converters.errors import ConvertError
+from converters.match import Graph
+from mlx_transmuter.changes import Quantization
+from mlx_transmuter.program import Node, Program
+
+# What takes a part of a value: a projection that gives queries and keys too is no value projection.
+_PARTS = ("Split-", "Slice-", "Gather-")
+# What has the value as its first input, and a shape or axes after it.
+_RESHAPED = ("Reshape-", "Expand-", "Unsqueeze-", "Squeeze-", "Tile-", *_PARTS)
+_LAYERS = ("mlx.linear", "mlx.as_linear", "mlx.embedding")
+_ACTIVATIONS = (
+    "mlx.gate",
+    "mlx.activate",
+    "Sigmoid-",
+    "Tanh-",
+    "Relu-",
+    "Gelu-",
+    "Erf-",
+    "Elu-",
+    "LeakyRelu-",
+    "Swish-",
+)
+
+
+def bits_of(program: Program, wanted: Quantization, path: Path) -> dict[str, int]:
+    """The bits of the layers that the recipe gives more; none without a recipe. Raises ConvertError for a graph in
+    which no down projection is found.
+    """
+    if wanted.recipe is None:
+        return {}
+    graph = Graph(program)
+    place = {node.outputs[0]: i for i, node in enumerate(program.nodes) if node.outputs}
+    values = sorted(_value_projections(graph), key=lambda node: place[node.outputs[0]])
+    downs = [node for node in graph.nodes if node.op == "mlx.linear" and _is_down(graph, node)]
+    if not downs:
+        found = f"no down projection among {len(program.layers)} layers"
+        do = "quantise to one number of bits"
+        raise ConvertError(path, found, f"a gated or activated product, for the recipe {wanted.recipe}", do)
+    blocks = len(values) or len(downs)
+    starts = [place[node.outputs[0]] for node in values]
+    more = [node.inputs[1] for i, node in enumerate(values) if _wants_more(i, blocks)]
+    for i, node in enumerate(downs):
+        block = max(sum(start < place[node.outputs[0]] for start in starts) - 1, 0) if values else i
+        more += [node.inputs[1]] if _wants_more(block, blocks) else []
+    more += [node.inputs[1] for node in _sources(graph, ["logits"]) if node.op == "mlx.linear"]
+    return dict.fromkeys(more, wanted.more_bits)
+
+
+def _wants_more(block: int, blocks: int) -> bool:
+    return block < blocks // 8 or block >= 7 * blocks // 8 or (block - blocks // 8) % 3 == 2
+
+
+def _value_projections(graph: Graph) -> Iterator[Node]:
+    """The layers that give the cache's values alone, a block each."""
+    kept = [node for node in graph.nodes if len(node.outputs) > 2 and _is_present(graph, node.outputs[2])]
+    yield from (source for node in kept for source in _alone(graph, [node.inputs[2]]))
+    inside = {name for node in kept for name in node.outputs}
+    names = [value.name for value in graph.program.outputs if _is_value(value.name) and value.name not in inside]
+    for name in names:
+        yield from _alone(graph, [name])
+
+
+def _is_present(graph: Graph, name: str) -> bool:
+    return bool(name) and any(value.name == name for value in graph.program.outputs)
+
+
+def _is_value(name: str) -> bool:
+    return name.startswith("present") and "value" in name
+
+
+def _alone(graph: Graph, names: list[str]) -> Iterator[Node]:
+    """The one layer that the values come from, if it is one and they are all of its output."""
+    passed: set[str] = set()
+    sources = list(_sources(graph, names, passed))
+    if len(sources) == 1 and sources[0].op == "mlx.linear" and not any(op.startswith(_PARTS) for op in passed):
+        yield sources[0]
+
+
+def _is_down(graph: Graph, node: Node) -> bool:
+    passed: set[str] = set()
+    reached: set[str] = set()
+    sources = list(_sources(graph, [node.inputs[0]], passed, reached))
+    inputs = {value.name for value in graph.program.inputs}
+    return (
+        bool(sources)
+        and all(source.op == "mlx.linear" for source in sources)
+        and any(op.startswith(_ACTIVATIONS) for op in passed)
+        and not reached & inputs
+    )
+
+
+def _sources(
+    graph: Graph, names: list[str], passed: set[str] | None = None, reached: set[str] | None = None
+) -> Iterator[Node]:
+    """The nearest layers that the values come from. passed: gets the operators between; reached: the names there."""
+    seen: set[str] = set()
+    left = list(names)
+    while left:
+        name = left.pop()
+        node = graph.producer(name)
+        if name in seen:
+            continue
+        seen.add(name)
+        if reached is not None:
+            reached.add(name)
+        if node is None:
+            continue
+        if node.op in _LAYERS:
+            yield node
+            continue
+        if passed is not None:
+            passed.add(node.op)
+        left += [one for one in (node.inputs[:1] if node.op.startswith(_RESHAPED) else node.inputs) if one]

@@ -1,0 +1,265 @@
+"""Another float type on the way: logits against onnxruntime's of the source, and what stays in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import onnx
+import pytest
+import toy
+from conftest import FIXTURES, NAMES, golden
+from onnx import TensorProto, helper, numpy_helper
+
+from converters.convert import convert
+from converters.errors import ConvertError
+from converters.observe import Observation
+from mlx_transmuter import ops
+from mlx_transmuter.changes import Changes, Quantization
+from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.model import load_folder
+from mlx_transmuter.program import Program
+
+# How far logits may be off, relative to their spread, by the type.
+LIMITS = {"float16": 2e-2, "bfloat16": 8e-2, "float32": 2e-2}
+HALVES = ("float16", "bfloat16")
+
+
+def run(source: Path, out: Path, dtype: str, **options) -> Path:
+    return convert(source, "model.onnx", out, progress=False, changes=Changes(dtype=dtype, **options))
+
+
+def program_of(folder: Path) -> Program:
+    return load_folder(folder).decoder.program
+
+
+def types(program: Program) -> dict[str, str | None]:
+    """The type of each value on the device, as a walk of the program has it."""
+    seen = Observation.of(program)
+    assert seen is not None
+    return {name: seen.dtype(name) for name in seen.seen[0]}
+
+
+def goldens_hold(folder: Path, rows: list[dict], limit: float) -> None:
+    """onnxruntime's logits of the source after each prompt, in a ragged batch."""
+    decoder = Decoder(load_folder(folder).decoder, len(rows))
+    for group in decoder.groups([len(row["prompt"]) for row in rows]):
+        lengths = [len(row["prompt"]) if i in group else 0 for i, row in enumerate(rows)]
+        run = decoder.begin(lengths)
+        tokens = np.zeros((len(rows), max(lengths)), np.int32)
+        for i in group:
+            tokens[i, : lengths[i]] = rows[i]["prompt"]
+        logits = run.step(tokens, lengths)
+        run.evaluate(logits)
+        for i in group:
+            wanted = rows[i]["logits"]
+            assert np.abs(ops.to_host(logits[i]).astype(np.float32) - wanted).max() <= limit * np.ptp(wanted)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "_fp16" not in name])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_logits_are_onnxruntimes_of_the_float32_file(name, dtype, tmp_path):
+    folder = run(FIXTURES / name, tmp_path / "out", dtype)
+    program = program_of(folder)
+    owned = [
+        n
+        for n, w in program.weights.items()
+        if w.dtype not in ("uint32", dtype) and "scales" not in n and "biases" not in n
+    ]
+    assert not [n for n in owned if n.rpartition(".")[0] in program.layers]
+    assert {value.dtype for value in program.outputs} == {dtype}
+    assert {value.dtype for value in program.inputs if value.name.startswith("past")} <= {dtype}
+    found = types(program)
+    assert {found[value.name] for value in program.outputs} == {dtype}
+    goldens_hold(folder, golden(name)["rows"], LIMITS[dtype])
+
+
+def test_a_half_file_becomes_float32_or_the_other_half_type(tmp_path):
+    rows = golden("llama_fp16")["rows"]
+    for dtype in ("float32", "bfloat16"):
+        folder = run(FIXTURES / "llama_fp16", tmp_path / dtype, dtype)
+        program, found = program_of(folder), types(program_of(folder))
+        assert {found[node.outputs[0]] for node in program.nodes if node.op.startswith(("mlx.l", "mlx.r"))} == {dtype}
+        # The angles of the rotation may stay in the file's own type.
+        assert {weight.dtype for name, weight in program.weights.items() if "rotary" not in name} == {dtype}
+        goldens_hold(folder, rows, LIMITS[dtype])
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "float32"), ("llama_fp16", "float16")])
+def test_a_file_in_that_type_stays_as_it_is(name, dtype, tmp_path, converted):
+    program = program_of(run(FIXTURES / name, tmp_path / "out", dtype))
+    assert "cast" not in program.meta
+    assert program.nodes == program_of(converted(name)).nodes
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", ["llama", "gemma", "gptj"])
+def test_the_angles_of_a_rotation_stay_in_float32(name, dtype, tmp_path):
+    """Angles of position 2,000 in a half type are off by half a turn."""
+    program = program_of(run(FIXTURES / name, tmp_path / "out", dtype))
+    found = types(program)
+    angles = [node for node in program.nodes if node.op.startswith(("Cos-", "Sin-"))]
+    assert angles or name == "gptj"  # which has them in a table
+    assert {found[name] for node in angles for name in (*node.inputs, *node.outputs)} <= {"float32"}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_step_computes_in_the_half_type_but_for_islands(dtype, tmp_path):
+    """Products, norms, gates and attention all take and give the half type: nothing widens the stream on the way."""
+    for name in ("llama", "gemma2", "gpt2", "bloom", "phi3"):
+        program = program_of(run(FIXTURES / name, tmp_path / name, dtype))
+        found = types(program)
+        fused = [
+            node for node in program.nodes if node.op.startswith(("mlx.", "MatMul-", "Add-", "LayerNormalization-"))
+        ]
+        wide = [
+            n for n in fused if found.get(n.outputs[0]) == "float32" and any(found.get(i) == dtype for i in n.inputs)
+        ]
+        assert not wide, name
+
+
+# Graphs with parts that a half type doesn't hold.
+
+
+def with_nodes(nodes: list, extra: dict[str, np.ndarray], of: str = "embedded") -> onnx.ModelProto:
+    """The toy with nodes between the embedding and what reads it: they take `embedded` and give `changed`."""
+    model = toy.decoder()
+    toy.node(model, "x").input[0] = "changed"
+    at = next(i for i, node in enumerate(model.graph.node) if of in node.output) + 1
+    for i, node in enumerate(nodes):
+        model.graph.node.insert(at + i, node)
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in extra.items())
+    return model
+
+
+def agrees(model: onnx.ModelProto, tmp_path: Path, dtype: str, ids=(3, 1, 15, 7)) -> Program:
+    """The converted toy gives onnxruntime's logits of the model within what the type allows."""
+    folder = run(toy.write(tmp_path / "source", model), tmp_path / "out", dtype)
+    wanted = toy.expected(model, list(ids))
+    found = toy.found(folder, list(ids)).astype(np.float32)
+    assert np.abs(found - wanted).max() <= LIMITS[dtype] * np.ptp(wanted)
+    return program_of(folder)
+
+
+def norm(scale: float) -> onnx.ModelProto:
+    """A norm over a stream that is `scale` large, written so that no rewrite takes it for one."""
+    node = helper.make_node
+    nodes = [
+        node("Mul", ["embedded", "large"], ["wide"]), node("Pow", ["wide", "two_f"], ["square"]),
+        node("ReduceMean", ["square", "last"], ["mean"]), node("Sqrt", ["mean"], ["root"]),
+        node("Abs", ["root"], ["size"]), node("Div", ["wide", "size"], ["normed"]),
+        node("Mul", ["normed", "norm.weight"], ["changed"]),
+    ]  # fmt: skip
+    weight = np.linspace(0.5, 1.5, toy.DIM, dtype=np.float32)
+    return with_nodes(
+        nodes, {"large": np.array(scale, np.float32), "two_f": np.array(2.0, np.float32), "norm.weight": weight}
+    )
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_squares_of_large_values_do_not_overflow(dtype, tmp_path):
+    program = agrees(norm(500.0), tmp_path, dtype)
+    found = types(program)
+    assert found["mean"] == "float32"
+    assert found["changed"] == dtype
+    assert program.weights["norm.weight"].dtype == dtype
+
+
+def test_an_exporters_island_in_a_half_file_stays_one(tmp_path):
+    """Casts to float32 around an elementwise part, that the file computes there, also after the other half type."""
+    node, f32, f16 = helper.make_node, TensorProto.FLOAT, TensorProto.FLOAT16
+    nodes = [
+        node("Cast", ["embedded"], ["up"], to=f32), node("Mul", ["up", "large"], ["wide"]),
+        node("Mul", ["wide", "wide"], ["square"]), node("Div", ["square", "larger"], ["small"]),
+        node("Cast", ["small"], ["changed"], to=f16),
+    ]  # fmt: skip
+    model = with_nodes(nodes, {"large": np.array(500, np.float32), "larger": np.array(250000, np.float32)})
+    for tensor in model.graph.initializer:
+        if tensor.data_type == f32 and tensor.name not in ("large", "larger"):
+            array = numpy_helper.to_array(tensor)
+            tensor.CopyFrom(numpy_helper.from_array(np.clip(array, -60000, 60000).astype(np.float16), tensor.name))
+    for value in (*model.graph.input, *model.graph.output):
+        if value.type.tensor_type.elem_type == f32:
+            value.type.tensor_type.elem_type = f16
+    toy.node(model, "place").attribute[0].i = f16
+    folder = run(toy.write(tmp_path / "source", model), tmp_path / "out", "bfloat16")
+    found = types(program_of(folder))
+    assert found["square"] == "float32"
+    assert found["changed"] == "bfloat16"
+    assert np.isfinite(toy.found(folder, [3, 1, 15, 7])).all()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("low", [np.finfo(np.float32).min, -1e9, -np.inf])
+def test_a_masks_lowest_number_is_the_types_own(dtype, low, tmp_path):
+    model = toy.decoder()
+    toy.replace(model, "low", numpy_helper.from_array(np.array(low, np.float32)))
+    agrees(model, tmp_path, dtype)
+
+
+def test_numbers_that_float16_does_not_hold_are_refused(tmp_path):
+    model = toy.decoder()
+    table = numpy_helper.to_array(toy.initializer(model, "model.embed.weight")).copy()
+    table[2, 1] = 1e5  # a row that the proof's prompts don't read
+    toy.replace(model, "model.embed.weight", numpy_helper.from_array(table))
+    source = toy.write(tmp_path / "source", model)
+    with pytest.raises(ConvertError, match=r"numbers in model.embed.weight that float16 doesn't hold.*use bfloat16"):
+        run(source, tmp_path / "out", "float16")
+    assert not (tmp_path / "out").exists()
+    run(source, tmp_path / "out", "bfloat16")
+
+
+def test_a_graph_that_a_half_type_changes_is_refused(tmp_path):
+    """A stream that overflows in float16, in elementwise nodes that no rule takes for an island."""
+    node = helper.make_node
+    nodes = [node("Mul", ["embedded", "large"], ["wide"]), node("Div", ["wide", "large"], ["changed"])]
+    source = toy.write(tmp_path / "source", with_nodes(nodes, {"large": np.array(60000.0, np.float32)}))
+    with pytest.raises(ConvertError, match=r"logits that differ by inf of their spread in float16.*bfloat16"):
+        run(source, tmp_path / "out", "float16")
+
+
+def test_branches_are_refused_by_name(tmp_path):
+    node = helper.make_node
+    one = helper.make_graph(
+        [node("Abs", ["embedded"], ["same"])], "one", [], [helper.make_tensor_value_info("same", 1, None)]
+    )
+    two = helper.make_graph(
+        [node("Abs", ["embedded"], ["other"])], "two", [], [helper.make_tensor_value_info("other", 1, None)]
+    )
+    nodes = [
+        node("Shape", ["input_ids"], ["sizes"]), node("Gather", ["sizes", "one0"], ["tokens"]),
+        node("Equal", ["tokens", "one0"], ["any"]),
+        node("If", ["any"], ["changed"], then_branch=one, else_branch=two),
+    ]  # fmt: skip
+    source = toy.write(tmp_path / "source", with_nodes(nodes, {}))
+    with pytest.raises(ConvertError, match="branches, for float16"):
+        run(source, tmp_path / "out", "float16")
+
+
+# With quantisation.
+
+
+@pytest.mark.parametrize(("dtype", "scales"), [("float16", "float16"), ("bfloat16", "float32")])
+def test_a_type_and_a_quantisation_together(dtype, scales, tmp_path):
+    quantized = run(
+        FIXTURES / "gemma", tmp_path / "both", dtype, quantize=Quantization.of({"bits": 8, "group_size": 32})
+    )
+    program = program_of(quantized)
+    kinds = {name.rpartition(".")[2]: weight.dtype for name, weight in program.weights.items() if "qkv_proj" in name}
+    assert kinds == {"weight": "uint32", "scales": scales, "biases": scales}
+    found = types(program)
+    assert {found[node.outputs[0]] for node in program.nodes if node.op == "mlx.rms_norm"} == {dtype}
+    assert {found[value.name] for value in program.outputs} == {dtype}
+    assert program.meta["cast"]["error"] < LIMITS[dtype]
+    plain = convert(
+        FIXTURES / "gemma", "model.onnx", tmp_path / "alone", progress=False,
+        changes=Changes(Quantization.of({"bits": 8, "group_size": 32})),
+    )  # fmt: skip
+    logits = []
+    for folder in (quantized, plain):
+        run_ = Decoder(load_folder(folder).decoder, 1).begin([5])
+        step = run_.step(np.array([[90, 80, 70, 60, 50]], np.int32), [5])
+        run_.evaluate(step)
+        logits.append(np.array(step[0].astype(mx.float32)))
+    assert np.abs(logits[0] - logits[1]).max() <= LIMITS[dtype] * np.ptp(logits[1])

@@ -1,0 +1,147 @@
+"""Mixed recipes: the layers that get more bits are those of mlx_lm's predicate, found without their names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import FIXTURES
+
+from converters.convert import convert
+from converters.errors import ConvertError
+from converters.names import name_weights
+from converters.passes import IN_GRAPH, OVER_POOLS, rewrite
+from converters.passes.joined import joined
+from converters.read import read
+from converters.recipes import bits_of
+from mlx_transmuter.changes import RECIPES, Changes, Quantization
+from mlx_transmuter.model import load_folder
+from mlx_transmuter.program import Node, Program, Value
+from mlx_transmuter.signature import outputs
+
+NAMED = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "olmo2", "smollm3", "granite", "phi3")
+
+
+def mlx_lm(recipe: str, paths: list[str], blocks: int) -> dict[str, int]:
+    """mlx_lm 0.32.2, convert.mixed_quant_predicate_builder: path -> bits of the layers with more than the fewest."""
+    _, high_bits = RECIPES[recipe]
+    down = next(path for path in paths if "down_proj" in path)
+    layer_location = next(i for i, part in enumerate(down.split(".")) if part.isdigit())
+    found = {}
+    for path in paths:
+        parts = path.split(".")
+        index = int(parts[layer_location]) if len(parts) > layer_location else 0
+        use_more_bits = index < blocks // 8 or index >= 7 * blocks // 8 or (index - blocks // 8) % 3 == 2
+        v_proj = "v_proj" in path and "qkv_proj" not in path
+        if ((v_proj or "down_proj" in path) and use_more_bits) or "lm_head" in path:
+            found[path] = high_bits
+    return found
+
+
+def llama(blocks: int, pools: bool, tied: bool = False) -> Program:
+    """The layers of a llama of so many blocks with their names, over pools or with past and present."""
+    nodes = [Node("mlx.embedding", ("input_ids", "model.embed_tokens"), ("h",))]
+    layers, x, inputs, outputs = {"model.embed_tokens": {"kind": "Embedding"}}, "h", [], []
+
+    def linear(source: str, path: str, result: str) -> str:
+        layers[path] = {"kind": "Linear", "bias": False}
+        nodes.append(Node("mlx.linear", (source, path), (result,)))
+        return result
+
+    for i in range(blocks):
+        at, past = f"model.layers.{i}", [f"past_key_values.{i}.{part}" for part in ("key", "value")]
+        present = [name.replace("past_key_values", "present") for name in past]
+        nodes.append(Node("mlx.rms_norm", (x, "norm"), (f"n{i}",)))
+        q, k, v = (linear(f"n{i}", f"{at}.self_attn.{p}_proj", f"{p}{i}") for p in "qkv")
+        if pools:
+            nodes.append(Node("mlx.attention", (q, k, v, *past, "lanes", "seen"), (f"a{i}", *present)))
+        else:
+            nodes += [
+                Node("Concat-4", pair, (to,)) for pair, to in zip(zip(past, (k, v), strict=True), present, strict=True)
+            ]
+            nodes += [
+                Node("MatMul-1", (q, present[0]), (f"s{i}",)), Node("Softmax-13", (f"s{i}",), (f"p{i}",)),
+                Node("MatMul-1", (f"p{i}", present[1]), (f"a{i}",)),
+            ]  # fmt: skip
+        o = linear(f"a{i}", f"{at}.self_attn.o_proj", f"o{i}")
+        nodes.append(Node("Add-7", (x, o), (f"y{i}",)))
+        nodes.append(Node("mlx.rms_norm", (f"y{i}", "norm"), (f"m{i}",)))
+        gate, up = (linear(f"m{i}", f"{at}.mlp.{p}_proj", f"{p}{i}") for p in ("gate", "up"))
+        nodes.append(Node("mlx.gate", (gate, up), (f"g{i}",), {"kind": "silu"}))
+        down = linear(f"g{i}", f"{at}.mlp.down_proj", f"d{i}")
+        nodes.append(Node("Add-7", (f"y{i}", down), (f"x{i}",)))
+        x = f"x{i}"
+        inputs += past
+        outputs += present
+    if tied:
+        nodes.append(Node("mlx.as_linear", (x, "model.embed_tokens"), ("logits",)))
+    else:
+        linear(x, "lm_head", "logits")
+    values = [tuple(Value(name, "float32", None) for name in names) for names in (inputs, ["logits", *outputs])]
+    return Program(*values, nodes, layers=layers)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("pools", [False, True])
+def test_more_bits_go_where_mlx_lm_gives_them(recipe, pools):
+    for blocks in (*range(1, 34), 61):
+        program = llama(blocks, pools, tied=blocks % 2 == 0)
+        found = bits_of(program, Quantization.of(recipe), Path("model.onnx"))
+        assert found == mlx_lm(recipe, list(program.layers), blocks), blocks
+
+
+def test_opaque_names_change_nothing():
+    program = llama(11, pools=True)
+    names = {path: f"onnx::MatMul_{700 - i}" for i, path in enumerate(program.layers)}
+    opaque = replace(
+        program,
+        nodes=[replace(n, inputs=tuple(names.get(name, name) for name in n.inputs)) for n in program.nodes],
+        layers={names[path]: layer for path, layer in program.layers.items()},
+    )
+    wanted = bits_of(program, Quantization.of("mixed_3_6"), Path("model.onnx"))
+    found = bits_of(opaque, Quantization.of("mixed_3_6"), Path("model.onnx"))
+    assert found == {names[path]: bits for path, bits in wanted.items()}
+
+
+def rewritten(name: str) -> Program:
+    """The fixture's program over pools with the layers that the exporter has, none joined."""
+    graph = read(FIXTURES / name / "model.onnx")
+    graph = name_weights(graph.select(outputs(value.name for value in graph.outputs)))
+    program, _ = rewrite(graph, tuple(one for one in IN_GRAPH if one is not joined))
+    return rewrite(program, OVER_POOLS)[0]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_real_exports_get_what_mlx_lm_gives_by_name(name):
+    program = rewritten(name)
+    found = bits_of(program, Quantization.of("mixed_3_6"), FIXTURES / name)
+    assert found == mlx_lm("mixed_3_6", list(program.layers), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "down"), [("gpt2", "mlp.c_proj"), ("bloom", "dense_4h_to_h"), ("opt", "fc2"), ("gptj", "fc_out")]
+)
+def test_what_other_architectures_call_it_is_found_too(name, down):
+    """mlx_lm refuses these, whose down projections have other names."""
+    program = rewritten(name)
+    found = bits_of(program, Quantization.of("mixed_3_6"), FIXTURES / name)
+    assert [path for path in found if path.endswith(down)] == [path for path in program.layers if path.endswith(down)][
+        1:
+    ]
+
+
+def test_a_graph_without_down_projections_is_refused():
+    with pytest.raises(ConvertError, match=r"no down projection among 1 layers.*mixed_3_6"):
+        bits_of(llama(0, pools=True, tied=True), Quantization.of("mixed_3_6"), Path("model.onnx"))
+
+
+def test_the_folder_has_the_recipes_bits(tmp_path):
+    changes = Changes(Quantization.of({"recipe": "mixed_2_6", "group_size": 32}))
+    program = load_folder(
+        convert(FIXTURES / "llama", "model.onnx", tmp_path / "out", progress=False, changes=changes)
+    ).decoder.program
+    bits = {path: layer.get("bits") for path, layer in program.layers.items()}
+    assert bits["lm_head"] == bits["model.layers.1.self_attn.v_proj"] == 6
+    assert bits["model.embed_tokens"] == bits["model.layers.0.self_attn.v_proj"] == 2
+    assert program.meta["quantization"]["name"] == "mixed_2_6"
