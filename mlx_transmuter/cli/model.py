@@ -95,6 +95,7 @@ def settings(model: Model, args: argparse.Namespace) -> dict[str, Any]:
         "max_new_tokens": args.max_tokens,
         "num_assistant_tokens": args.num_draft_tokens,
         "prompt_lookup_num_tokens": args.prompt_lookup,
+        "prefill_step_size": args.prefill_step_size,
     }
     given |= {name: value for name, value in named.items() if value is not None}
     if args.kv_bits is not None:

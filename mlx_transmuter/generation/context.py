@@ -6,12 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
+
 from mlx_transmuter.cache.packing import BITS, GROUP_SIZES
 from mlx_transmuter.decoder import Decoder
 from mlx_transmuter.generation.errors import GenerationError
 from mlx_transmuter.generation.processors import Custom
 from mlx_transmuter.generation.selection import Selection
 from mlx_transmuter.generation.settings import Settings, max_new_tokens, settings
+
+
+def step_size() -> int:
+    """The most tokens of a prompt that one step takes where nobody says: 2,048 as in mlx_lm.
+
+    On the CPU 256, since there scores are computed also for the columns that a token doesn't see, and held whole.
+    """
+    return 256 if mx.default_device() == mx.cpu else 2048
 
 
 @dataclass(frozen=True)
@@ -23,7 +33,7 @@ class Context:
     given: tuple[str, ...]
     processors: tuple[Custom, ...]
     token_logprobs: bool
-    prefill_step_size: int | None
+    prefill_step_size: int
     kv_bits: int | None
     kv_group_size: int
     generation_config: Mapping[str, Any]
@@ -132,7 +142,7 @@ def context(
         tuple(given),
         pairs,
         token_logprobs,
-        prefill_step_size,
+        prefill_step_size or step_size(),
         kv_bits,
         kv_group_size,
         config,

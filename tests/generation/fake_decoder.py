@@ -53,7 +53,6 @@ class FakeDecoder:
         self.by_length, self.runs_ahead, self.dtype, self.salt = by_length, runs_ahead, dtype, salt
         self.memory, self.supports = memory, frozenset(supports)
         self.compilations = 0
-        self.supports = frozenset({"pages", "forks"})
         self.runs: list[FakeRun] = []
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:

@@ -59,6 +59,17 @@ def test_a_ragged_batch_gives_each_row_what_plain_loops_give_it(prompts, options
         assert result.finish_reason == reason
 
 
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_long_prompt_runs_in_steps_that_memory_allows(kernel, monkeypatch):
+    """As many as mlx_lm takes, and fewer on the CPU, where scores are held whole."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu) if kernel else mx.Device(mx.cpu))
+    gen = compiled(1, max_new_tokens=1)
+    prompt = [3 + i % 7 for i in range(5000 if kernel else 700)]
+    assert len(generation.generate(gen, [prompt], [0])[0]) == 1
+    sizes = [size for size, _ in gen.decoder.runs[-1].steps]
+    assert sizes == ([2048, 2048, 512, 256, 128, 8] if kernel else [256, 256, 128, 32, 16, 8, 4])
+
+
 @pytest.mark.parametrize("fake", FAKES)
 def test_what_is_told_adds_up_to_the_texts(fake):
     gen = compiled(5, fake=fake, max_new_tokens=7, eos_token_id=EOS, token_logprobs=True)
