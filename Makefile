@@ -9,7 +9,7 @@ demo: $(VENV)/.base
 	$(RUN) -m mlx_transmuter generate
 
 test: $(VENV)/.test
-	$(RUN) -m pytest
+	$(RUN) -m pytest --numprocesses auto
 
 lint: $(VENV)/.dev
 	$(RUN) -m ruff check

@@ -71,6 +71,8 @@ class Decoder:
         self.mode: Mode = mode or self.plan.mode
         most = program.meta.get("max_positions")
         self.max_positions: int | None = max_positions or (most if isinstance(most, int) and 0 < most < 2**31 else None)
+        if kv_bits is not None and not self.signature.entries:
+            raise DecoderError(f"kv_bits={kv_bits}", "None: this decoder has no keys and values", "leave out kv_bits")
         self.kinds = tuple(_kind(entry, kv_bits, kv_group_size) for entry in self.signature.entries)
         self.graph = Graph(module, self.signature, self.max_positions, self.kinds, self.plan.alone)
         self.vocab = self.signature.vocab

@@ -13,7 +13,7 @@ from packed_rows import unpacked
 
 from mlx_transmuter import generation, ops
 from mlx_transmuter.cache import Packing
-from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.decoder import Decoder, DecoderError
 from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.model import Model
 from mlx_transmuter.module import Module
@@ -98,7 +98,16 @@ def test_every_layout_gives_one_result(name, bits, loaded):
     assert near(ops.to_host(logits), [11])
 
 
-@pytest.mark.parametrize("name", NAMES)
+NONE = ("deltanet_ort", "gpt2_reread")
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_a_decoder_without_keys_and_values_has_none_to_pack(name, loaded):
+    with pytest.raises(DecoderError, match="no keys and values"):
+        Decoder(loaded(name).decoder, 1, kv_bits=8)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NONE])
 def test_eight_bits_stay_nearer_than_four(name, loaded):
     """And both near: a bound on the logits, of the spread they have."""
     module, rows = loaded(name).decoder, rows_of(name)

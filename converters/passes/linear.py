@@ -21,10 +21,10 @@ def layer_names(graph: Graph, weight: str, *others: str) -> tuple[str, str, str]
     The path is the scope that the weight stands in. A scope may hold more than its layer does, such as a bias that
     another node adds; the layer then gets a scope of its own.
     """
-    stem, own = re.sub(r"\.weight(_quantized|_\d+)?$|_quantized$", "", weight), (weight, *others)
-    path = stem if stem != weight else weight.rpartition(".")[0]
+    path, own = re.sub(r"\.weight(_quantized|_\d+)?$|_quantized$", "", weight), (weight, *others)
+    path = path if path != weight else weight.rpartition(".")[0]
     if not path or any(name.startswith(f"{path}.") and name not in own for name in graph.program.arrays):
-        path = f"{stem}.layer"
+        path = f"{weight.removesuffix('.weight')}.layer"
     return path, f"{path}.weight", f"{path}.bias"
 
 

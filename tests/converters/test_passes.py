@@ -71,7 +71,7 @@ WANTED = {
     "llama_genai": {"embedding": 1, "linear": 11, "group_query": 2, "last": 1},
     "qwen3_genai_fp16": {"embedding": 1, "linear": 15, "group_query": 2, "last": 1},
     # Products over 48 have no whole blocks.
-    "qwen3_genai_int4": {"embedding": 1, "quantized": 13, "gates": 2, "group_query": 2, "last": 1},
+    "qwen3_genai_int4": {"embedding": 1, "quantized": 15, "gates": 2, "group_query": 2, "last": 1},
     # One table is embedding and head.
     "qwen2_genai_tied4": {"embedding": 0, "linear": 0, "quantized": 12, "gates": 2, "group_query": 2, "last": 1},
     "qwen2_genai_tied8": {"embedding": 0, "linear": 0, "quantized": 12, "gates": 2, "group_query": 2, "last": 1},
