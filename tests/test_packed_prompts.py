@@ -51,8 +51,9 @@ def test_most_fixtures_can(loaded):
 
 
 @pytest.fixture
-def computed(monkeypatch):
+def computed(monkeypatch, loaded):
     """The tokens, padding included, of each step: (what, rows · length)."""
+    loaded("llama")  # its conversion runs steps too
     sizes: list[tuple[str, int]] = []
     step, packed = Run.step, Run.packed
     monkeypatch.setattr(

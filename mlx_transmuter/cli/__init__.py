@@ -185,7 +185,7 @@ def _generation_arguments(parser: argparse.ArgumentParser) -> None:
     _chat_arguments(parser)
     add(
         "--prefill-step-size", type=_number(int, 1), metavar="N",
-        help="most tokens of the prompt in one step (default: 2048, on a CPU 256)",
+        help="most tokens of the prompt in one step (default: 2048, on a CPU 128)",
     )  # fmt: skip
     add("--prompt-cache-file", metavar="FILE", help="what cache-prompt computed; the prompt begins with its tokens")
     _cache_arguments(parser)

@@ -19,9 +19,9 @@ from mlx_transmuter.generation.settings import Settings, max_new_tokens, setting
 def step_size() -> int:
     """The most tokens of a prompt that one step takes where nobody says: 2,048 as in mlx_lm.
 
-    On the CPU 256, since there scores are computed also for the columns that a token doesn't see, and held whole.
+    On the CPU 128, since there scores are computed also for the columns that a token doesn't see, and held whole.
     """
-    return 256 if mx.default_device() == mx.cpu else 2048
+    return 128 if mx.default_device() == mx.cpu else 2048
 
 
 @dataclass(frozen=True)

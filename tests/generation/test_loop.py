@@ -67,7 +67,7 @@ def test_a_long_prompt_runs_in_steps_that_memory_allows(kernel, monkeypatch):
     prompt = [3 + i % 7 for i in range(5000 if kernel else 700)]
     assert len(generation.generate(gen, [prompt], [0])[0]) == 1
     sizes = [size for size, _ in gen.decoder.runs[-1].steps]
-    assert sizes == ([2048, 2048, 512, 256, 128, 8] if kernel else [256, 256, 128, 32, 16, 8, 4])
+    assert sizes == ([2048, 2048, 512, 256, 128, 8] if kernel else [128, 128, 128, 128, 128, 32, 16, 8, 4])
 
 
 @pytest.mark.parametrize("fake", FAKES)
