@@ -325,7 +325,7 @@ class Run:
         if not 0 < counts.sum() <= seq:
             raise DecoderError(f"{counts.sum()} tokens in a lane of {seq}", "1 or more, as many as fit")
         self._append(counts)
-        table = self._table(int(counts.max()))
+        table = self._table(int(self.lengths.max()))  # rows of a lane before this one may hold more
         lane = np.full((3, 1, seq), -1, np.int32)  # tokens, positions, slots
         lane[0] = 0
         ends, at = np.zeros((1, len(counts)), np.int32), 0

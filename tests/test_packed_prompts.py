@@ -120,6 +120,14 @@ def test_a_step_takes_no_more_than_it_may(most, loaded, monkeypatch, computed):
     assert lanes == {16: [14, 14], 40: [28], 64: [28]}[most]
 
 
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
+def test_a_lane_may_follow_one_of_longer_prompts(options, loaded, monkeypatch, computed):
+    """In pages, where a lane's slots come from a table of all rows."""
+    prompts = [DRAW.integers(3, 60, n).tolist() for n in (17, 45, 2, 20)]
+    both(monkeypatch, loaded("llama"), prompts, [0] * 4, prefill_step_size=64, **options)
+    assert [size for what, size in computed if what == "lane"] == [64, 20]
+
+
 def test_prompts_that_a_cache_has_the_beginning_of_run_as_tails(loaded, computed):
     model = loaded("llama")
     ctx = generation.context(model, eos_token_id=None, do_sample=False, max_new_tokens=1)

@@ -35,10 +35,13 @@ class Group:
         if self.width > 1:
             inputs = {name: mx.repeat(array, self.width, axis=0) for name, array in inputs.items()}
         if guesses := batch.gen.guesses:
-            # Guesses that are not kept have slots of their own. As many for each row, of few sizes, so that runs whose
-            # rows are pages share steps as other runs do.
-            slots = stride(max(total) + guesses)
-            total = [slots if size else 0 for size in total]
+            # Guesses that are not kept have slots of their own.
+            total = [size + guesses if size else 0 for size in total]
+            if batch.prompt_cache is None:
+                # As many for each row, of few sizes, so that runs whose rows are pages share steps as other runs do. A
+                # cache's pools have sizes of their own, and a limit.
+                slots = stride(max(total))
+                total = [slots if size else 0 for size in total]
         self.total = total
         if batch.prompt_cache is None:
             self.run = decoder.begin(total, inputs, paged=self.width > 1 or guesses > 0)

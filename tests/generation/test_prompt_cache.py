@@ -281,6 +281,30 @@ def test_what_a_cache_is_not_for_is_refused(loaded):
     assert (cache.tokens, cache.nbytes) == (0, 0)
 
 
+def test_guesses_need_no_more_room_than_their_number(loaded):
+    """Two texts of 20 + 4 tokens with 3 guesses each."""
+    model, prompts = loaded("llama"), [[5, 6, 7, 8] * 5, [9, 10] * 10]
+    gen, guessing = compiled(model, 2), compiled(model, 2, prompt_lookup_num_tokens=3)
+    cache = PromptCache(model, max_tokens=2 * (20 + NEW + 3))
+    for _ in range(2):
+        same(
+            generation.generate(guessing, prompts, [0] * 2, prompt_cache=cache),
+            generation.generate(gen, prompts, [0] * 2),
+        )
+    small = PromptCache(model, max_tokens=2 * (20 + NEW + 3) - 1)
+    with pytest.raises(CacheError, match="room for 54"):
+        generation.generate(guessing, prompts, [0] * 2, prompt_cache=small)
+
+
+def test_blocks_of_several_tokens_take_no_guesses_and_say_so_at_once(loaded):
+    model = loaded("llama")
+    cache = PromptCache(model, block=4)
+    for guesses in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": model}):
+        with pytest.raises(GenerationError, match="block=4, and guesses of several tokens; expected block=1"):
+            generation.generate(compiled(model, **guesses), [TEXT], [0], prompt_cache=cache)
+    assert not cache.store.busy
+
+
 @pytest.mark.parametrize(("name", "found"), [("lfm2", "states"), ("gpt2_reread", "without a cache")])
 def test_decoders_of_states_or_without_a_cache_have_no_prompt_cache(name, found, loaded):
     with pytest.raises(GenerationError, match=found):
