@@ -44,7 +44,7 @@ class Store:
         self.copies = 0
         self.busy = False
         self.slots = Slots(slots, block)
-        self.pools = Pools([mx.zeros((k.heads * slots + 1, k.width), k.dtype) for k in self.kinds], slots)
+        self.pools = self._zeros(slots)
 
     @property
     def slot_bytes(self) -> int:
@@ -75,8 +75,8 @@ class Store:
         blocks = sum(-(-size // self.block) - n // self.block for n, size in zip(stored, total, strict=True))
         try:
             self._reserve(blocks * self.block)
-        except CacheError:
-            self._end(sequences)
+        except BaseException:  # too many tokens, no memory, Ctrl-C
+            self.leave(sequences)
             raise
         self.busy = True
         return sequences, stored
@@ -92,7 +92,7 @@ class Store:
     def clear(self) -> None:
         """Forgets everything, and gives the memory back."""
         self.slots = Slots(0, self.block)
-        self.pools = Pools([mx.zeros((1, kind.width), kind.dtype) for kind in self.kinds], 0)
+        self.pools = self._zeros(0)
 
     def grow(self, slots: int) -> None:
         """From now on there are `slots` slots, not fewer than before. Each pool is copied once, one at a time."""
@@ -132,6 +132,12 @@ class Store:
         """The rows of the slots in a pool of that many heads, int32 [heads · slots], the slots of one head together."""
         at, head = np.asarray(slots, np.int32), np.arange(heads, dtype=np.int32)[:, None]
         return ((at // self.block * heads + head) * self.block + at % self.block).reshape(-1)
+
+    def _zeros(self, slots: int) -> Pools:
+        arrays = [mx.zeros((kind.heads * slots + 1, kind.width), kind.dtype) for kind in self.kinds]
+        if not slots:
+            mx.eval(arrays)  # a store that outlives its runs: the first may be in another thread, whose streams differ
+        return Pools(arrays, slots)
 
     def _reserve(self, wanted: int) -> None:
         """Sees to it that `wanted` slots can be had: empty ones while the store may grow, then those of kept blocks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import numpy as np
@@ -258,6 +259,36 @@ def test_a_run_that_failed_leaves_nothing_half_written(error, where, loaded, mon
     assert cache.store.slots.free_slots == cache.store.slots.slots
     for prompt in (TEXT[:8], TEXT[:20], TEXT[:25]):
         same(generation.generate(gen, [prompt], [0], prompt_cache=cache), generation.generate(gen, [prompt], [0]))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_cache_that_could_not_grow_begins_anew(error, loaded, monkeypatch):
+    gen, cache = compiled(loaded("llama")), PromptCache(loaded("llama"))
+    wanted = generation.generate(gen, [TEXT], [0])
+    generation.generate(gen, [TEXT[:5]], [0], prompt_cache=cache)
+
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "concatenate", fail)
+        with pytest.raises(error):
+            generation.generate(gen, [TEXT], [0], prompt_cache=cache)
+    assert not cache.store.busy
+    same(generation.generate(gen, [TEXT], [0], prompt_cache=cache), wanted)
+
+
+def test_threads_take_turns(loaded):
+    """What one made, emptied or ran, another goes on with; each has its own compiled functions."""
+    model = loaded("llama")
+    wanted = generation.generate(compiled(model), [TEXT], [0])
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        cache = one.submit(PromptCache, model).result()
+        for thread in (other, one, other):
+            run = thread.submit(lambda: generation.generate(compiled(model), [TEXT], [0], prompt_cache=cache))
+            same(run.result(), wanted)
+        one.submit(cache.clear).result()
+        same(generation.generate(compiled(model), [TEXT], [0], prompt_cache=cache), wanted)
 
 
 def test_what_a_cache_is_not_for_is_refused(loaded):
