@@ -49,6 +49,8 @@ def save(
 ) -> None:
     """Writes the kept blocks of `store`, beside the path first and then in its place."""
     path = Path(path)
+    if path.is_dir():
+        raise GenerationError(str(path), "a folder", "the name of a file to write")
     kept = store.slots.kept()
     blocks = [block for _, _, block in kept]
     arrays: dict[str, mx.array] = {

@@ -198,6 +198,8 @@ def test_no_file_and_no_folder_are_said(loaded, tmp_path):
         PromptCache.load(tmp_path / "none", loaded("llama"))
     with pytest.raises(GenerationError, match="a place to write to"):
         PromptCache(loaded("llama")).save(tmp_path / "no folder" / "cache")
+    with pytest.raises(GenerationError, match="found a folder"):
+        PromptCache(loaded("llama")).save(tmp_path)
 
 
 def test_a_file_that_cannot_be_written_leaves_the_one_that_is_there(saved, loaded, monkeypatch):
