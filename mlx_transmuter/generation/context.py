@@ -121,11 +121,12 @@ def context(
         raise GenerationError(
             "context", "a model of embeddings", "a decoder of token ids", "leave out embed and image_token"
         )
-    if kv_bits not in (None, *BITS) or kv_group_size not in GROUP_SIZES:
-        found = f"{kv_bits} bits in groups of {kv_group_size}"
+    whole = all(value is None or isinstance(value, int) for value in (kv_bits, kv_group_size))
+    if not whole or kv_bits not in (None, *BITS) or kv_group_size not in GROUP_SIZES:
+        found = f"{kv_bits!r} bits in groups of {kv_group_size!r}"
         raise GenerationError("kv_bits", found, f"{' or '.join(map(str, BITS))} bits in groups of 32, 64 or 128")
-    if prefill_step_size is not None and prefill_step_size < 1:
-        raise GenerationError("prefill_step_size", str(prefill_step_size), "at least 1")
+    if prefill_step_size is not None and (not isinstance(prefill_step_size, int) or prefill_step_size < 1):
+        raise GenerationError("prefill_step_size", repr(prefill_step_size), "an integer of at least 1")
     named = {"num_beams": num_beams, "max_new_tokens": max_new_tokens}
     options |= {name: value for name, value in named.items() if value is not None}
     config = dict(model.generation_config or {})

@@ -291,6 +291,14 @@ def test_threads_take_turns(loaded):
         same(generation.generate(compiled(model), [TEXT], [0], prompt_cache=cache), wanted)
 
 
+@pytest.mark.parametrize(
+    "option", [{"prefill_step_size": x} for x in (0, 2.5, "8")] + [{"kv_bits": x} for x in (8.0, "8")]
+)
+def test_sizes_are_whole_numbers(option, loaded):
+    with pytest.raises(GenerationError, match=next(iter(option))):
+        compiled(loaded("llama"), **option)
+
+
 def test_what_a_cache_is_not_for_is_refused(loaded):
     model = loaded("llama")
     gen, cache = compiled(model), PromptCache(model)
