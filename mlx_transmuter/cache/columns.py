@@ -107,7 +107,7 @@ def sources(index: CacheIndex) -> mx.array:
 
 
 def own_sources(index: CacheIndex) -> mx.array:
-    """sources [batch, columns] with the lane's first slot in place of those that no token sees, and all of them slots."""
+    """sources [batch, columns], with the lane's first slot in place of those that no token sees."""
     slots = sources(index)
     return mx.maximum(mx.where(live(index), slots, slots[:, :1]), 0)
 
