@@ -170,7 +170,7 @@ def versions() -> str:
             names.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             continue
-    return f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}; {', '.join(names)}"
+    return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; {', '.join(names)}"
 
 
 def main() -> None:
