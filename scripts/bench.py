@@ -198,16 +198,13 @@ def main() -> None:
     cases = [case for case in CASES if not args.contexts or case["context"] in args.contexts]
     rows = measure(args.contenders, root, args.rounds, args.new, args.blas, SHAPES[args.shape]["vocab_size"], cases)
     blas = f", {Path(args.blas).name} preloaded in every contender" if args.blas else ""
-    head = f"Written by `scripts/bench.py`: a Llama of shape {args.shape}, random weights, {args.new} new tokens, medians of"
-    head += (
-        f" {args.rounds} interleaved rounds. {versions()}{blas}. The floor, 'products', is the model's matrix products"
-    )
-    head += " alone, those of attention among them."
+    head = f"Written by `scripts/bench.py`: a Llama of shape {args.shape}, random weights, {args.new} new tokens, "
+    head += f"medians of {args.rounds} interleaved rounds. {versions()}{blas}. The floor, 'products', is the model's "
+    head += "matrix products alone, those of attention among them."
     page = args.out / "benchmark.md"
     said = page.read_text().partition(SAID)[2] if page.exists() else "\n"
-    page.write_text(
-        f"# Benchmark\n\n{fill(head, 120)}\n\n{table(rows)}\n\n![decode speed over the context](benchmark.svg)\n\n{SAID}{said}"
-    )
+    text = f"# Benchmark\n\n{fill(head, 120)}\n\n{table(rows)}\n\n![decode speed over the context](benchmark.svg)\n\n"
+    page.write_text(f"{text}{SAID}{said}")
     plot(rows, args.out / "benchmark.svg")
 
 
