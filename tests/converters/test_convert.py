@@ -271,9 +271,18 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(source, out):
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "3"])
-def test_a_broken_configuration_is_refused_by_name(source, out, text):
-    (source / "config.json").write_text(text)
-    refused(source, out, r"config\.json")
+@pytest.mark.parametrize("name", ["config.json", "genai_config.json", "generation_config.json"])
+def test_a_broken_configuration_is_refused_by_name(source, out, name, text):
+    """What loading would refuse, the conversion refuses."""
+    (source / name).write_text(text)
+    refused(source, out, rf"source/{name}: ")
+
+
+@pytest.mark.parametrize("most", [1, 2, True])
+def test_fewer_positions_than_the_proof_decodes_are_not_believed(source, out, most):
+    (source / "config.json").write_text(json.dumps({"n_positions": most}))
+    np.testing.assert_allclose(toy.found(run(source, out), IDS), toy.expected(source / "model.onnx", IDS), atol=1e-4)
+    assert load_folder(out).decoder.program.meta["max_positions"] is None
 
 
 # Targets.
