@@ -94,6 +94,10 @@ def _check_target(out: Path, path: Path) -> None:
     free = out.is_dir() and (not any(out.iterdir()) or _is_converted(out))
     if not free or path.resolve().is_relative_to(out.resolve()):
         raise ConvertError(out, "something that is no converted folder", "a new folder", "choose another one")
+    if out.resolve() == Path.cwd() or out.is_mount():  # which cannot be renamed, or would leave a shell nowhere
+        raise ConvertError(
+            out, "the current folder, or a disk's", "a folder that can be replaced", "name one inside it"
+        )
 
 
 def _is_converted(folder: Path) -> bool:

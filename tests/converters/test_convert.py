@@ -304,6 +304,15 @@ def test_an_empty_folder_is_taken(source, out):
     assert (out / "program.json").is_file()
 
 
+@pytest.mark.parametrize("relative", [False, True])
+def test_the_current_folder_is_refused_before_any_work(source, out, monkeypatch, relative):
+    out.mkdir(parents=True)
+    monkeypatch.chdir(out)
+    with pytest.raises(ConvertError, match=r"the current folder.*name one inside it"):
+        run(source, Path(".") if relative else out)
+    assert list(out.parent.iterdir()) == [out]
+
+
 def test_a_folder_of_something_else_is_refused(source, out):
     out.mkdir(parents=True)
     (out / "thesis.tex").write_text("years of work")
