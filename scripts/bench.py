@@ -170,7 +170,8 @@ def versions() -> str:
             names.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             continue
-    return f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}; {', '.join(names)}"
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    return f"{machine}; {', '.join(names)}"
 
 
 def main() -> None:

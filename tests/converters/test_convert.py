@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -100,6 +101,8 @@ def test_the_card_says_what_was_proved(source, out):
     assert f"limit {program.meta['proof']['limit']:.0e}" in card
     assert f"`{program.meta['cache_mode']}`" in card
     assert "no tokenizer.json" in card
+    at_work = {r["name"] for r in program.meta["rewrites"] if r["held"] or r["declined"]}
+    assert set(re.findall(r"the rewrite `(\w+)`", card)) == at_work
 
 
 # Files that are no model.
