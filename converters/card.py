@@ -37,10 +37,11 @@ def card(program: Program, config: dict[str, Any], folder: Path) -> str:
         f" logits within {proof['error']:.1e} of their spread (limit {proof['limit']:.0e});",
         f"- the cache works in the mode `{meta['cache_mode']}`;",
         *(
-            f"- the rewrite `{r['name']}` replaced {r['held']} nodes"
+            f"- the rewrite `{r['name']}` replaced {r['held']} {'node' if r['held'] == 1 else 'nodes'}"
             + (f" and left {sum(r['declined'].values())}" if r["declined"] else "")
             + ";"
             for r in meta["rewrites"]
+            if r["held"] or r["declined"]  # the others found nothing to do
         ),
         f"- {meta['nodes']['read']} nodes were read, {meta['nodes']['kept']} are left.",
     ]

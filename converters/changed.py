@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from converters import cast, prove, quantize
+from converters.branches import branch_taken
 from converters.errors import ConvertError
 from converters.match import apply
 from converters.passes.integers import float_activations
@@ -27,8 +28,21 @@ Save = Callable[[Program], Module]
 
 
 def in_float(graph: Program, path: Path) -> tuple[Program, dict[str, Any]]:
-    """The graph with the activations that it rounds to 8 bits in float, and what to record."""
-    graph, record = apply(graph, float_activations)
+    """The graph with the activations that it rounds to 8 bits in float, and what to record.
+
+    Of a merged decoder this is its branch with a cache, which must do what both do.
+    """
+    given, branch = graph, Signature.of(graph).branch
+    if branch:
+        graph = branch_taken(graph, branch, True)
+    one, (graph, record) = graph, apply(graph, float_activations)
+    if record.held and branch:
+        # Before the change: after it, what the change does and what the branches do could not be told apart.
+        far = difference(given, Module(one, {name: tensor.array() for name, tensor in one.arrays.items()}))["error"]
+        limit = prove.TOLERANCES["dynamic"]
+        if far > limit:
+            found = f"two branches on {branch!r} whose logits differ by {far:.1e} of their spread"
+            raise ConvertError(path, found, f"at most {limit:g}, to keep activations in float", "convert it as it is")
     if not record.held:
         found = f"no activations rounded to 8 bits ({'; '.join(record.declined) or 'nothing like it'})"
         raise ConvertError(path, found, "a dynamic 8-bit or a QDQ file", "convert it as it is")

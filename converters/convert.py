@@ -94,6 +94,10 @@ def _check_target(out: Path, path: Path) -> None:
     free = out.is_dir() and (not any(out.iterdir()) or _is_converted(out))
     if not free or path.resolve().is_relative_to(out.resolve()):
         raise ConvertError(out, "something that is no converted folder", "a new folder", "choose another one")
+    if out.resolve() == Path.cwd() or out.is_mount():  # which cannot be renamed, or would leave a shell nowhere
+        raise ConvertError(
+            out, "the current folder, or a disk's", "a folder that can be replaced", "name one inside it"
+        )
 
 
 def _is_converted(folder: Path) -> bool:
@@ -126,7 +130,12 @@ def _convert_into(
     folder: Path, source: Path, path: Path, progress: bool, base_model: str | None, changes: Changes
 ) -> None:
     origins = _copy_companions(source, path, folder)
-    config, genai = (read_json(origins.get(name, path / "none")) for name in ("config.json", "genai_config.json"))
+    said = (
+        "config.json",
+        "genai_config.json",
+        "generation_config.json",
+    )  # the last is only read to know that it can be
+    config, genai, _ = (read_json(origins.get(name, path / "none")) for name in said)
     graph = name_inputs(read(path, progress=progress), genai)
     if changes.quantize:
         quantize.check(graph, path)
@@ -418,12 +427,14 @@ def _proof_lengths(config: dict[str, Any]) -> list[int]:
 
 
 def _max_positions(config: dict[str, Any], genai: dict[str, Any]) -> int | None:
-    """The most tokens that a sequence may have, from config.json or genai_config.json; None where they say nothing."""
+    """The most tokens that a sequence may have, from config.json or genai_config.json; None where they say nothing, or
+    fewer than the proof decodes, which no decoder means.
+    """
     for place in (config, config.get("text_config"), genai.get("model")):
         if not isinstance(place, dict):
             continue
         for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "context_length"):
-            if isinstance(place.get(name), int) and place[name] > 0:
+            if isinstance(place.get(name), int) and place[name] > prove.STEPS:
                 return place[name]
     return None
 

@@ -32,6 +32,11 @@ _ACTIVATIONS = (
     "Elu-",
     "LeakyRelu-",
     "Swish-",
+    "HardSwish-",
+    "Softplus-",
+    "Mish-",
+    # As onnxruntime's own conversions and its optimiser write them.
+    *(f"com.microsoft.{name}-" for name in ("Gelu", "FastGelu", "BiasGelu", "QuickGelu", "BiasSplitGelu")),
 )
 
 

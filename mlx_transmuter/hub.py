@@ -260,7 +260,9 @@ def _explained(repo: str, revision: str, error: Exception) -> HubError:
         )
     reason = (str(error).strip().splitlines() or [""])[0]
     return HubError(
-        repo, f"the hub at {constants.ENDPOINT} gave {type(error).__name__}: {reason}", do="Try again later."
+        repo,
+        f"the hub at {constants.ENDPOINT} gave {type(error).__name__}: {reason}",
+        do="Try again later; if a folder was meant, there is none of that name.",
     )
 
 

@@ -22,6 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from textwrap import fill
 
 import numpy as np
 
@@ -170,7 +171,8 @@ def versions() -> str:
             names.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             continue
-    return f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}; {', '.join(names)}"
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    return f"{machine}; {', '.join(names)}"
 
 
 def main() -> None:
@@ -196,11 +198,13 @@ def main() -> None:
     cases = [case for case in CASES if not args.contexts or case["context"] in args.contexts]
     rows = measure(args.contenders, root, args.rounds, args.new, args.blas, SHAPES[args.shape]["vocab_size"], cases)
     blas = f", {Path(args.blas).name} preloaded in every contender" if args.blas else ""
-    head = f"# Benchmark\n\nWritten by `scripts/bench.py`: a Llama of shape {args.shape}, random weights, {args.new}"
-    head += f" new tokens, medians of {args.rounds} interleaved rounds. {versions()}{blas}.\n\n"
+    head = f"Written by `scripts/bench.py`: a Llama of shape {args.shape}, random weights, {args.new} new tokens, "
+    head += f"medians of {args.rounds} interleaved rounds. {versions()}{blas}. The floor, 'products', is the model's "
+    head += "matrix products alone, those of attention among them."
     page = args.out / "benchmark.md"
     said = page.read_text().partition(SAID)[2] if page.exists() else "\n"
-    page.write_text(f"{head}{table(rows)}\n\n![decode speed over the context](benchmark.svg)\n\n{SAID}{said}")
+    text = f"# Benchmark\n\n{fill(head, 120)}\n\n{table(rows)}\n\n![decode speed over the context](benchmark.svg)\n\n"
+    page.write_text(f"{text}{SAID}{said}")
     plot(rows, args.out / "benchmark.svg")
 
 

@@ -72,7 +72,7 @@ def test_a_prompt_cache_file_is_made_once_and_used(run, folder, tmp_path, comput
     system = ["--system-prompt", "You answer briefly, always, and in one word where one word will do."]
     code, out, err = run("cache-prompt", "--model", folder, *system, "-p", "Hi", "--prompt-cache-file", file)
     assert (code, out) == (0, "")
-    assert re.search(r"\d+ tokens in .*system\.safetensors", err)
+    assert re.search(r"\d+ tokens in .*system\.safetensors, of (?!0\.0)[\d.]+ [kM]B", err)
     made = sum(computed)
     quiet = ["generate", "--model", folder, "-m", 3, "--verbose", "False", *system, "-p", "Hi, again"]
     computed.clear()
@@ -100,6 +100,7 @@ def test_keys_and_values_in_few_bits(run, folder, tmp_path, monkeypatch):
     code, _, err = run(*quiet, "--prompt-cache-file", file, "--kv-bits", 4)
     assert code == 1
     assert "kv_bits" in err
+    assert "packed alike" in err
     lines = iter(["Hi", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     assert run("chat", "--model", folder, "-m", 4, *packed)[:2] == (0, wanted)

@@ -106,6 +106,12 @@ def sources(index: CacheIndex) -> mx.array:
     return tokens + index.seq * mx.arange(index.batch, dtype=mx.int32).reshape(-1, *(1,) * (tokens.ndim - 1))
 
 
+def own_sources(index: CacheIndex) -> mx.array:
+    """sources [batch, columns], with the lane's first slot in place of those that no token sees."""
+    slots = sources(index)
+    return mx.maximum(mx.where(live(index), slots, slots[:, :1]), 0)
+
+
 def _sees(places: mx.array, tokens: mx.array, window: int | None) -> mx.array:
     """Whether tokens at positions see columns standing at places, broadcast; padding neither sees nor is seen."""
     seen = (places >= 0) & (places <= tokens)

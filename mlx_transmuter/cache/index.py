@@ -356,8 +356,9 @@ class CacheIndex:
     def read(self, pool: Any, *, zero: bool = True) -> mx.array:
         """The seen of extend alone, from a pool that store gave.
 
-        With zero=False a column that no token sees may keep what its slot holds: a run of slots is then read by a view
-        of the pool and nothing moves. That breaks law 6 and is for pools that never held NaN or infinity. Raises
+        With zero=False a column that no token sees may keep what its slot holds, or what the lane's first one does: a
+        run of slots is then read by a view of the pool and nothing moves, and a table by a gather alone. That breaks
+        law 6 and is for pools that never held NaN or infinity. Raises
         CacheError on a whole index and under a draft, whose columns are values that the pool doesn't hold.
         """
         if self._table is None or self._slots is not None:
@@ -458,6 +459,7 @@ class CacheIndex:
     _live = cached_property(see.live)
     _targets = cached_property(see.targets)
     _sources = cached_property(see.sources)
+    _own_sources = cached_property(see.own_sources)
 
     def _matching(self, where: str, values: Any, pool: Any) -> tuple[mx.array, mx.array]:
         values, pool = (x if isinstance(x, mx.array) else mx.array(x) for x in (values, pool))
@@ -478,6 +480,8 @@ class CacheIndex:
         stride = None if self._stride is None else -(-self._stride // self._every)
         rows, context = self._read_table.shape
         if stride is None or self._columns is not None or pool.shape[0] < rows * stride:
-            return read_rows(pool, self._sources, self._live)
+            if zero or self._columns is not None or pool.size == 0:
+                return read_rows(pool, self._sources, self._live)
+            return mx.take(pool, mx.minimum(self._own_sources, pool.shape[0] - 1), axis=0)
         seen = read_runs(pool, rows, stride, context)
         return zeroed(seen, self._live) if zero else seen

@@ -17,5 +17,7 @@ def run(args: argparse.Namespace) -> int:
     once = {**packing(args), "max_new_tokens": 1, "num_beams": 1, "num_return_sequences": 1, "do_sample": False}
     text.generation(model, chat_template_vars=args.chat_template_config, prompt_cache=cache, **once)(said)
     cache.save(args.prompt_cache_file)
-    note(f"{cache.tokens} tokens in {args.prompt_cache_file}, of {cache.tokens * cache.store.slot_bytes / 1e6:.1f} MB")
+    size = cache.tokens * cache.store.slot_bytes
+    said_size = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
+    note(f"{cache.tokens} tokens in {args.prompt_cache_file}, of {said_size}")
     return 0

@@ -116,7 +116,12 @@ class Batch:
         if cache.module is not getattr(self.gen.decoder, "module", None):
             found = "one of another model"
         elif cache.store.kinds != self.gen.decoder.kinds:
-            found = f"one with kv_bits={cache.kv_bits}, kv_group_size={cache.kv_group_size}, which this context hasn't"
+            raise GenerationError(
+                "prompt_cache",
+                f"one with kv_bits={cache.kv_bits}, kv_group_size={cache.kv_group_size}, unlike this context",
+                "keys and values that are packed alike in both",
+                "give both the same kv_bits and kv_group_size, or leave the cache out",
+            )
         elif self.positions is not None:
             found = "one, and prompts with positions of their own"
         if found:

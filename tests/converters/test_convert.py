@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -100,6 +101,8 @@ def test_the_card_says_what_was_proved(source, out):
     assert f"limit {program.meta['proof']['limit']:.0e}" in card
     assert f"`{program.meta['cache_mode']}`" in card
     assert "no tokenizer.json" in card
+    at_work = {r["name"] for r in program.meta["rewrites"] if r["held"] or r["declined"]}
+    assert set(re.findall(r"the rewrite `(\w+)`", card)) == at_work
 
 
 # Files that are no model.
@@ -271,9 +274,18 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(source, out):
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "3"])
-def test_a_broken_configuration_is_refused_by_name(source, out, text):
-    (source / "config.json").write_text(text)
-    refused(source, out, r"config\.json")
+@pytest.mark.parametrize("name", ["config.json", "genai_config.json", "generation_config.json"])
+def test_a_broken_configuration_is_refused_by_name(source, out, name, text):
+    """What loading would refuse, the conversion refuses."""
+    (source / name).write_text(text)
+    refused(source, out, rf"source/{name}: ")
+
+
+@pytest.mark.parametrize("most", [1, 2, True])
+def test_fewer_positions_than_the_proof_decodes_are_not_believed(source, out, most):
+    (source / "config.json").write_text(json.dumps({"n_positions": most}))
+    np.testing.assert_allclose(toy.found(run(source, out), IDS), toy.expected(source / "model.onnx", IDS), atol=1e-4)
+    assert load_folder(out).decoder.program.meta["max_positions"] is None
 
 
 # Targets.
@@ -293,6 +305,15 @@ def test_an_empty_folder_is_taken(source, out):
     out.mkdir(parents=True)
     run(source, out)
     assert (out / "program.json").is_file()
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_the_current_folder_is_refused_before_any_work(source, out, monkeypatch, relative):
+    out.mkdir(parents=True)
+    monkeypatch.chdir(out)
+    with pytest.raises(ConvertError, match=r"the current folder.*name one inside it"):
+        run(source, Path(".") if relative else out)
+    assert list(out.parent.iterdir()) == [out]
 
 
 def test_a_folder_of_something_else_is_refused(source, out):

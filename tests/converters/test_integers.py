@@ -104,6 +104,7 @@ def onnxruntime_logits(file: Path, ids: np.ndarray) -> np.ndarray:
     options.log_severity_level = 3
     session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     feed = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(ids.shape[1])[None]}
+    feed["use_cache_branch"] = np.array([False])
     given = session.get_inputs()
     feed |= {v.name: np.zeros((1, v.shape[1], 0, v.shape[3]), np.float32) for v in given if "past" in v.name}
     return session.run(["logits"], {v.name: feed[v.name] for v in given})[0][0, -1]
@@ -164,6 +165,36 @@ def test_a_dynamic_file_with_float_activations_is_a_model_of_quantised_layers(na
     far = np.abs(found - rounded).max() / np.ptp(rounded)
     assert far / 10 < said["error"] < far * 10
     assert f"by up to {said['error']:.1e} of their spread" in (out / "README.md").read_text()
+
+
+def test_a_merged_dynamic_file_keeps_activations_in_float_too(tmp_path):
+    """As transformers.js has them: the products that round are inside the branches."""
+    source = dynamic("gpt2_merged", tmp_path / "source", extra_options={"EnableSubgraph": True})
+    changes = Changes(float_activations=True)
+    out = convert(source, "model.onnx", tmp_path / "out", progress=False, changes=changes)
+    program = load_folder(out).decoder.program
+    assert not [node for node in program.nodes if "Quantize" in node.op or "Integer" in node.op]
+    assert {layer["bits"] for layer in program.layers.values() if "bits" in layer} == {8}
+    assert (program.meta["branch"], program.meta["proof"]["limit"]) == ("cached", 1e-4)
+    ids = np.random.default_rng(0).integers(30, 120, (1, 8))
+    rounded, found = onnxruntime_logits(source / "model.onnx", ids), logits(out, ids)
+    far = np.abs(found - rounded).max() / np.ptp(rounded)
+    assert far <= 5e-2
+    assert far / 10 < program.meta["float_activations"]["error"] < far * 10
+
+
+def test_a_merged_dynamic_file_whose_branches_differ_is_refused(tmp_path):
+    source = dynamic("gpt2_merged", tmp_path / "source", extra_options={"EnableSubgraph": True})
+    model = onnx.load(str(source / "model.onnx"))
+    branches = next(node for node in model.graph.node if node.op_type == "If")
+    cached = next(attribute.g for attribute in branches.attribute if attribute.name == "then_branch")
+    given = cached.output[0].name
+    producer = next(node for node in cached.node if given in node.output)
+    producer.output[list(producer.output).index(given)] = "before"
+    cached.node.append(helper.make_node("Neg", ["before"], [given]))
+    onnx.save(model, str(source / "model.onnx"))
+    with pytest.raises(ConvertError, match=r"two branches on 'use_cache_branch'.*spread"):
+        convert(source, "model.onnx", tmp_path / "out", progress=False, changes=Changes(float_activations=True))
 
 
 def test_without_the_option_a_dynamic_file_keeps_its_integers(tmp_path):

@@ -120,7 +120,14 @@ def test_real_exports_get_what_mlx_lm_gives_by_name(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "down"), [("gpt2", "mlp.c_proj"), ("bloom", "dense_4h_to_h"), ("opt", "fc2"), ("gptj", "fc_out")]
+    ("name", "down"),
+    [
+        ("gpt2", "mlp.c_proj"),
+        ("gpt2_ort", "mlp.c_proj.layer"),
+        ("bloom", "dense_4h_to_h"),
+        ("opt", "fc2"),
+        ("gptj", "fc_out"),
+    ],
 )
 def test_what_other_architectures_call_it_is_found_too(name, down):
     """mlx_lm refuses these, whose down projections have other names."""
@@ -129,6 +136,17 @@ def test_what_other_architectures_call_it_is_found_too(name, down):
     assert [path for path in found if path.endswith(down)] == [path for path in program.layers if path.endswith(down)][
         1:
     ]
+
+
+@pytest.mark.parametrize("name", ["Gelu", "FastGelu", "BiasGelu", "QuickGelu"])
+def test_activations_of_onnxruntime_are_known(name):
+    program = llama(9, pools=True)
+    fused = [
+        replace(node, op=f"com.microsoft.{name}-1", inputs=node.inputs[:1], attrs={}) if node.op == "mlx.gate" else node
+        for node in program.nodes
+    ]
+    found = bits_of(replace(program, nodes=fused), Quantization.of("mixed_3_6"), Path("model.onnx"))
+    assert found == mlx_lm("mixed_3_6", list(program.layers), 9)
 
 
 def test_a_graph_without_down_projections_is_refused():
