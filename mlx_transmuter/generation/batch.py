@@ -109,6 +109,10 @@ class Batch:
     def _usable(self, cache: PromptCache | None) -> PromptCache | None:
         if cache is None:
             return None
+        if not isinstance(cache, PromptCache):
+            raise GenerationError(
+                "prompt_cache", repr(cache)[:80], "a generation.PromptCache", "PromptCache.load a file"
+            )
         if self.gen.guesses and cache.store.block > 1:
             found = f"one with block={cache.store.block}, and guesses of several tokens"
             raise GenerationError("prompt_cache", found, "block=1, for guesses are kept token by token")

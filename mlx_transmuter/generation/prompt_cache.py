@@ -58,6 +58,9 @@ class PromptCache:
             raise GenerationError("prompt_cache", found, "one whose keys and values follow from its tokens alone")
         self.vocab = decoder.vocab
         slot_bytes = Store(decoder.kinds, 0, block).slot_bytes
+        for name, most in (("max_tokens", max_tokens), ("max_bytes", max_bytes)):
+            if most is not None and type(most) is not int:
+                raise GenerationError(name, repr(most)[:80], "a whole number, or None for no limit")
         limits = [max_tokens, None if max_bytes is None else max_bytes // slot_bytes]
         limit = min((most for most in limits if most is not None), default=None)
         if limit is not None and limit < block:

@@ -95,6 +95,18 @@ def test_a_decoder_that_keeps_something_else_is_refused(name, loaded):
         PromptCache(loaded(name))
 
 
+@pytest.mark.parametrize("limits", [{"max_bytes": "1GB"}, {"max_tokens": 2.5}], ids=str)
+def test_a_limit_that_is_no_number_is_refused(limits, loaded):
+    with pytest.raises(GenerationError, match="a whole number"):
+        PromptCache(loaded("llama"), **limits)
+
+
+def test_what_is_no_prompt_cache_is_refused(loaded):
+    gen = compiled(loaded("llama"), 1, max_new_tokens=1)
+    with pytest.raises(GenerationError, match=r"generation\.PromptCache"):
+        generation.generate(gen, [[5]], [0], prompt_cache="cache.safetensors")
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in OTHERS])
 def test_prompts_and_answers_of_the_reference(name, loaded):
     """The golden tokens of each fixture, at first and when all of the prompts are in the cache."""
