@@ -34,8 +34,8 @@ def logits(decoder: Decoder, tokens: list[int]) -> np.ndarray:
     return np.stack(found)
 
 
-def measured(source: Path) -> str:
-    """The line of a model."""
+def measured(source: Path) -> str | None:
+    """The line of a model; None for one without keys and values."""
     with tempfile.TemporaryDirectory() as place:
         model = load_folder(convert(source, "model.onnx", Path(place) / "model", progress=False))
     if source == DEMO:
@@ -46,6 +46,8 @@ def measured(source: Path) -> str:
     else:
         texts = [row["prompt"] + row["tokens"] for row in json.loads((source / "golden.json").read_bytes())["rows"]]
     plain = Decoder(model.decoder, 1)
+    if not plain.signature.entries:
+        return None
     wanted = [logits(plain, tokens) for tokens in texts]
     cells = [source.name, str(plain.signature.entries[0].dim), str(sum(map(len, texts)))]
     for bits in (8, 4):
@@ -60,7 +62,7 @@ def measured(source: Path) -> str:
 
 if __name__ == "__main__":
     sources = [DEMO, *sorted(path.parent for path in FIXTURES.glob("*/golden.json"))]
-    lines = [line for line in map(measured, sources) if print(line, flush=True) is None]
+    lines = [line for line in map(measured, sources) if line is not None]
     head = "| model | head | steps | " + " | ".join(f"{b} bit: size | same token | logit" for b in (8, 4)) + " |"
     table = "\n".join([head, "|---" * 9 + "|", *lines])
     page = PAGE.read_text(encoding="utf-8")
