@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from converters.convert import convert
+from mlx_transmuter import cli, hub
 from mlx_transmuter.model import Model, load_folder
+from mlx_transmuter.tasks import text
 
 mx.set_default_device(mx.cpu)
 # On a CPU mx.compile builds kernels with the C++ compiler, some seconds a model. Tests that need it ask for
@@ -64,3 +66,35 @@ def compiling():
     mx.enable_compile()
     yield
     mx.disable_compile()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The user's cache in a folder of the test, and errors as users see them."""
+    monkeypatch.setenv("MLX_TRANSMUTER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("MLX_TRANSMUTER_DEBUG", raising=False)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def run(capsys):
+    """A function of arguments that gives (exit code, stdout, stderr) of the command, run in this process."""
+
+    def command(*args):
+        try:
+            code = cli.main([str(arg) for arg in args])
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return command
+
+
+@pytest.fixture
+def folder(converted):
+    return converted("llama")
+
+
+def answer(folder, prompt, **settings):
+    """The text that a task gives."""
+    return text.generation(hub.load(folder), **settings)(prompt).text

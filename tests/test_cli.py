@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import FIXTURES, golden
+from conftest import FIXTURES, answer, golden
 from standin_hub import standin_hub
 
 from mlx_transmuter import cli, hub
@@ -21,35 +21,7 @@ from mlx_transmuter.tokenizer import Tokenizer
 LLAMA = str(FIXTURES / "llama")
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLX_TRANSMUTER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("MLX_TRANSMUTER_DEBUG", raising=False)
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def run(capsys):
-    """A function of arguments that gives (exit code, stdout, stderr) of the command, run in this process."""
-
-    def command(*args):
-        try:
-            code = cli.main([str(arg) for arg in args])
-        except SystemExit as end:
-            code = end.code
-        return code, *capsys.readouterr()
-
-    return command
-
-
-@pytest.fixture
-def folder(converted):
-    return converted("llama")
-
-
-def answer(folder, prompt, **settings):
-    """The text that a task gives."""
-    return text.generation(hub.load(folder), **settings)(prompt).text
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def test_generate_answers_a_chat_and_says_what_it_took(run, folder):

@@ -5,41 +5,12 @@ import operator
 import re
 
 import pytest
+from conftest import answer
 
-from mlx_transmuter import cli, hub
 from mlx_transmuter.decoder import Run
 from mlx_transmuter.tasks import text
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLX_TRANSMUTER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("MLX_TRANSMUTER_DEBUG", raising=False)
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def run(capsys):
-    """A function of arguments that gives (exit code, stdout, stderr) of the command, run in this process."""
-
-    def command(*args):
-        try:
-            code = cli.main([str(arg) for arg in args])
-        except SystemExit as end:
-            code = end.code
-        return code, *capsys.readouterr()
-
-    return command
-
-
-@pytest.fixture
-def folder(converted):
-    return converted("llama")
-
-
-def answer(folder, prompt, **settings):
-    """The text that a task gives."""
-    return text.generation(hub.load(folder), **settings)(prompt).text
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture

@@ -47,9 +47,8 @@ def check(module: Module, model: ModelProto, plan: Plan) -> Decoder:
     return decoder
 
 
-def without_mask(model: ModelProto) -> ModelProto:
-    """The toy without an attention mask: it sees all columns up to a token's own."""
-    toy.node(model, "mask_shape").input[0] = "input_ids"
+def seeing_all(model: ModelProto) -> ModelProto:
+    """The toy whose mask is all columns up to a token's own, whatever the attention mask was."""
     seen = toy.node(model, "seen")
     seen.op_type = "Identity"
     del seen.input[1]
@@ -57,6 +56,12 @@ def without_mask(model: ModelProto) -> ModelProto:
     del model.graph.node[:]
     model.graph.node.extend(kept)
     return without_input(model, "attention_mask")
+
+
+def without_mask(model: ModelProto) -> ModelProto:
+    """The toy without an attention mask: it sees all columns up to a token's own."""
+    toy.node(model, "mask_shape").input[0] = "input_ids"
+    return seeing_all(model)
 
 
 def without_positions(model: ModelProto) -> ModelProto:
@@ -119,13 +124,7 @@ def test_a_graph_with_a_cache_and_neither_mask_nor_positions_grows(tmp_path):
     model = toy.decoder()
     toy.node(model, "mask_shape").input[0] = "present.0.key"
     toy.node(model, "total").input[1] = "two"
-    seen = toy.node(model, "seen")
-    seen.op_type = "Identity"
-    del seen.input[1]
-    kept = [node for node in model.graph.node if node.output[0] not in ("shown", "shown4")]
-    del model.graph.node[:]
-    model.graph.node.extend(kept)
-    model = without_positions(without_input(model, "attention_mask"))
+    model = without_positions(seeing_all(model))
     module = converted(model, tmp_path)
     check(module, model, Plan("grow"))
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from fake_decoder import logits_after
-from fake_runs import VOCAB, compiled, model, results, texts
+from fake_runs import PROCESSING, VOCAB, compiled, model, results, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_loops import greedy
@@ -23,18 +23,8 @@ EOS = [0, 1, 2]
 FAKES = [{}, {"by_length": True}, {"runs_ahead": True}, {"by_length": True, "runs_ahead": True}, {"dtype": mx.float16}]
 
 OPTIONS = {
-    "repetition_penalty": st.sampled_from([0.5, 1.3]),
-    "no_repeat_ngram_size": st.integers(1, 3),
-    "encoder_no_repeat_ngram_size": st.integers(1, 3),
-    "encoder_repetition_penalty": st.sampled_from([0.6, 2.0]),
-    "bad_words_ids": st.just([[3], [4, 5], [6, 7, 8], [5, 5]]),
-    "sequence_bias": st.just([[[9], 2.5], [[9, 9], -6.0], [[3, 4], 5.0]]),
-    "min_length": st.integers(1, 9),
-    "min_new_tokens": st.integers(1, 9),
-    "forced_bos_token_id": st.just(7),
-    "forced_eos_token_id": st.sampled_from([1, 9]),
+    **PROCESSING,
     "suppress_tokens": st.just([4, 8, 12]),
-    "begin_suppress_tokens": st.just([3, 5, 7, 9, 11]),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from fake_runs import VOCAB, compiled, results
+from fake_runs import PROCESSING, VOCAB, compiled, results
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,18 +57,8 @@ def same(found: list[Result], plain: list[Result]) -> None:
 
 
 OPTIONS = {
-    "repetition_penalty": st.sampled_from([0.5, 1.3]),
-    "no_repeat_ngram_size": st.integers(1, 3),
-    "encoder_no_repeat_ngram_size": st.integers(1, 3),
-    "encoder_repetition_penalty": st.sampled_from([0.6, 2.0]),
-    "bad_words_ids": st.just([[3], [4, 5], [6, 7, 8], [5, 5]]),
-    "sequence_bias": st.just([[[9], 2.5], [[9, 9], -6.0], [[3, 4], 5.0]]),
-    "min_length": st.integers(1, 9),
-    "min_new_tokens": st.integers(1, 9),
-    "forced_bos_token_id": st.just(7),
-    "forced_eos_token_id": st.sampled_from([1, 9]),
+    **PROCESSING,
     "exponential_decay_length_penalty": st.just((2, 1.4)),
-    "begin_suppress_tokens": st.just([3, 5, 7, 9, 11]),
     "prefill_step_size": st.sampled_from([1, 4]),
     "num_assistant_tokens_schedule": st.sampled_from(["constant", "heuristic", "heuristic_transient"]),
     "processors": st.just([(lambda row: np.array([len(row["generated"]), sum(row["generated"])], np.float32),
