@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.generation.best import best_places
 from mlx_transmuter.generation.bits import QUIET_NAN
 from mlx_transmuter.generation.processors import Custom, custom_name, processors, recent_tokens
 from mlx_transmuter.generation.settings import Settings
 from mlx_transmuter.generation.state import FIXED, State, first_state, inherited, moved
-from mlx_transmuter.generation.warpers import LOWEST, log_softmax
+from mlx_transmuter.generation.warpers import LOWEST, log_softmax, log_softmax_at
 
 
 class Selection:
@@ -125,7 +126,7 @@ class Selection:
         chosen = mx.argmax(drawn, axis=-1, keepdims=True).astype(mx.int32)
         columns = [chosen]
         if self.logprobs:
-            columns.append(_bits(mx.take_along_axis(log_softmax(scores), chosen, axis=-1)))
+            columns.append(_bits(log_softmax_at(scores, chosen)))
         return mx.concatenate(columns, axis=-1), moved(state, chosen[:, 0])
 
     def _walk(
@@ -160,12 +161,12 @@ class Selection:
         if "keys" in state:
             noise, state = _noise(state, total.shape[-1])
             drawn = total + noise
-        best = mx.argpartition(-drawn, self.count - 1, axis=-1)[:, : self.count]
+        best = best_places(drawn, self.count)
         if "keys" in state:
             best = mx.take_along_axis(best, mx.argsort(-mx.take_along_axis(drawn, best, axis=-1), axis=-1), axis=-1)
-        columns = [best.astype(mx.int32), _bits(mx.take_along_axis(total, best, axis=-1))]
+        columns = [best, _bits(mx.take_along_axis(total, best, axis=-1))]
         if self.logprobs:
-            columns.append(_bits(mx.take_along_axis(log_softmax(processed).reshape(total.shape), best, axis=-1)))
+            columns.append(_bits(log_softmax_at(processed, best, self.settings.num_beams)))
         return mx.concatenate(columns, axis=-1), state
 
 

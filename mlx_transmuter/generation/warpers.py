@@ -10,6 +10,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.generation.best import best_places
 from mlx_transmuter.generation.settings import Settings
 
 Warper = Callable[[mx.array], mx.array]
@@ -88,19 +89,34 @@ def eta_cutoff(scores: mx.array, epsilon: float, keep: int = 1) -> mx.array:
 def log_softmax(scores: mx.array) -> mx.array:
     """The logarithms of the softmax over the last axis, from the distances to the best score, which keeps their
     digits."""
-    below = scores - mx.max(scores, axis=-1, keepdims=True)
-    return below - mx.log(mx.sum(mx.exp(below), axis=-1, keepdims=True))
+    best, log_sum = _normalizers(scores)
+    return scores - best - log_sum
+
+
+def log_softmax_at(scores: mx.array, places: mx.array, width: int = 1) -> mx.array:
+    """log_softmax(scores) of scores [rows, n] at places int32 [rows / width, k]: width rows follow each other in one of
+    places. What isn't asked for is not computed."""
+    flat = places + mx.arange(places.shape[0], dtype=mx.int32)[:, None] * (width * scores.shape[-1])
+    row = flat // scores.shape[-1]
+    best, log_sum = _normalizers(scores)
+    return mx.take(scores, flat) - mx.take(best, row) - mx.take(log_sum, row)
+
+
+def _normalizers(scores: mx.array) -> tuple[mx.array, mx.array]:
+    """The best score of each row, and the logarithm of the sum of the exponentials of the distances to it, [rows, 1]."""
+    best = mx.max(scores, axis=-1, keepdims=True)
+    return best, mx.log(mx.sum(mx.exp(scores - best), axis=-1, keepdims=True))
 
 
 def _kth(scores: mx.array, k: int) -> mx.array:
     """[rows, 1]: the k-th best score."""
-    return mx.min(mx.topk(scores, min(k, scores.shape[-1]), axis=-1), axis=-1, keepdims=True)
+    places = best_places(scores, min(k, scores.shape[-1]))
+    return mx.min(mx.take_along_axis(scores, places, axis=-1), axis=-1, keepdims=True)
 
 
 def _best(scores: mx.array, count: int) -> mx.array:
     """bool like scores: exactly count tokens of the best scores."""
-    count = min(count, scores.shape[-1])
-    places = mx.argpartition(-scores, count - 1, axis=-1)[..., :count]
+    places = best_places(scores, min(count, scores.shape[-1]))
     return mx.put_along_axis(mx.zeros(scores.shape, dtype=mx.bool_), places, mx.array(True), axis=-1)
 
 

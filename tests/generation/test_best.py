@@ -1,0 +1,43 @@
+"""The best of many scores: against numpy's sort, over sizes around the borders of blocks, ties and removed scores."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_transmuter.generation.best import best_places
+from mlx_transmuter.generation.warpers import log_softmax, log_softmax_at
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, 700), st.sampled_from([2, 9, 10**6]))
+def test_they_are_those_of_a_sort(data, rows, size, values):
+    """Of few different values many are equal, and some of the rest are removed."""
+    count = data.draw(st.integers(1, size))
+    draw = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    scores = draw.integers(0, values, (rows, size)).astype(np.float32)
+    scores[draw.random(scores.shape) < data.draw(st.sampled_from([0, 0.9]))] = -np.inf
+    places = np.array(best_places(mx.array(scores), count))
+    assert places.dtype == np.int32 and places.shape == (rows, count)
+    for row, found in zip(scores, places, strict=True):
+        assert len(set(found.tolist())) == count
+        assert sorted(row[found]) == sorted(row)[size - count :]
+
+
+@pytest.mark.parametrize(("size", "count"), [(49152 * 4, 8), (50257, 50), (32000, 2)])
+def test_nothing_of_the_size_of_a_vocabulary_is_partitioned(size, count, monkeypatch):
+    sizes, partition = [], mx.argpartition
+    monkeypatch.setattr(mx, "argpartition", lambda x, *a, **k: sizes.append(x.size) or partition(x, *a, **k))
+    best_places(mx.zeros((1, size)), count)
+    assert len(sizes) == 2 and max(sizes) < size / 8
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_log_probabilities_at_places_have_the_bits_of_all_of_them(width):
+    draw = np.random.default_rng(width)
+    scores = mx.array(draw.normal(size=(6, 97)).astype(np.float32) * 9)
+    places = mx.array(draw.integers(0, 97 * width, (6 // width, 5)).astype(np.int32))
+    wanted = mx.take_along_axis(log_softmax(scores).reshape(6 // width, -1), places, axis=1)
+    assert mx.array_equal(log_softmax_at(scores, places, width), wanted)
