@@ -261,8 +261,7 @@ class Run:
         tokens = tokens if isinstance(tokens, mx.array) else mx.array(tokens)
         rows, seq = tokens.shape[:2]
         new = new_tokens(decoder.rows, self.lengths, self.total, tokens, counts)
-        length = int(self.lengths.max())
-        if decoder.grows and (self.lengths[new > 0] != length).any():
+        if decoder.grows and (self.lengths[new > 0] != self.lengths.max()).any():
             raise DecoderError(f"rows of {self.lengths.tolist()} tokens", "rows of one length where the cache grows")
         if decoder.plan.padding == "none" and (new[new > 0] != seq).any():
             raise DecoderError(f"counts {new.tolist()} of {seq} tokens", "no padding, which would change the states")
@@ -270,6 +269,7 @@ class Run:
         if decoder.signature.index:
             return self._pooled_step(tokens, new, placed)
         self._write_pending()
+        length = int(self.lengths.max())
         context = length if decoder.exact else decoder.context(length, seq)
         lengths = mx.array(np.full(rows, length, np.int32) if decoder.exact else self.lengths)
         past = mx.array(self._table(max(1, context)))
@@ -426,11 +426,15 @@ class Run:
                 "a fork of rows that are one run of slots each", "pages", "begin the run with paged=True"
             )
         self._write_pending()
-        forked = [self._forked(parent) for parent in parents]
-        for row in self._rows:
-            if row is not None:
-                self.slots.free(row)
-        self._rows = forked
+        left, rows = list(self._rows), []
+        for parent in parents:  # the first to follow a row takes its sequence over, so most rows only change places
+            sequence, left[parent] = left[parent], None
+            own = self._rows[parent]
+            rows.append(self.slots.fork(own) if sequence is None and own is not None else sequence)
+        for sequence in left:
+            if sequence is not None:
+                self.slots.free(sequence)
+        self._rows = rows
         order = mx.array(list(parents))
         self.states = [
             mx.take(array, order, axis=state.batch)
@@ -463,10 +467,6 @@ class Run:
             self._rows = []
         else:
             self.pools.drop()
-
-    def _forked(self, parent: int) -> int | None:
-        row = self._rows[parent]
-        return None if row is None else self.slots.fork(row)
 
     def _table(self, width: int) -> np.ndarray:
         """The slots of the first `width` positions of each row, int32 [rows, width], -1 where there is none."""

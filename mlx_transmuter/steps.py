@@ -43,8 +43,8 @@ class Graph:
 
 def new_tokens(rows: int, lengths: np.ndarray, total: np.ndarray, tokens: Any, counts: Sequence[int]) -> np.ndarray:
     """`counts` as int32 [rows]. Raises DecoderError for those that don't fit the tokens, or pass the rows' totals."""
-    shape, new = tuple(tokens.shape), np.asarray(counts, np.int32)
-    if shape[0] != rows or new.shape != (rows,) or new.min() < 0 or new.max() > shape[1]:
+    shape, new = tokens.shape, np.asarray(counts, np.int32)
+    if shape[0] != rows or new.shape != (rows,) or min(counts) < 0 or max(counts) > shape[1]:
         found = f"tokens {list(shape)} and counts {list(counts)}"
         raise DecoderError(found, f"{rows} rows, and from 0 to all of a row's tokens real")
     if (lengths + new > total).any():

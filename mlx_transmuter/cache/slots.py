@@ -18,7 +18,21 @@ _Key = tuple[int, tuple[int | None, ...]]
 @dataclass
 class _Sequence:
     tokens: list[int | None] = field(default_factory=list)  # None: not told
-    blocks: list[int] = field(default_factory=list)
+    room: np.ndarray = field(default_factory=lambda: np.empty(64, np.int32))
+    held: int = 0
+
+    @property
+    def blocks(self) -> np.ndarray:
+        """int32, a view: no list that every table would have to turn into an array."""
+        return self.room[: self.held]
+
+    def add(self, blocks: Sequence[int] | np.ndarray) -> None:
+        """More blocks after those it has."""
+        held = self.held + len(blocks)
+        if held > len(self.room):
+            self.room = np.concatenate([self.blocks, np.empty(2 * held, np.int32)])
+        self.room[self.held : held] = blocks
+        self.held = held
 
 
 class Slots:
@@ -43,7 +57,7 @@ class Slots:
 
     def __init__(self, slots: int, block: int = 1):
         self.block = integer("Slots: block", block, 1)
-        self._uses: list[int] = []
+        self._uses = np.zeros(0, np.int32)
         self._free: list[int] = []
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
@@ -85,8 +99,9 @@ class Slots:
         """
         opened = _Sequence()
         for block, part in self._longest(_tokens("Slots.open", tokens)):
-            self._use(block)
-            opened.blocks.append(block)
+            self._uses[block] += 1
+            self._idle.pop(block, None)
+            opened.add([block])
             opened.tokens += part
         return self._named(opened), len(opened.tokens)
 
@@ -104,20 +119,20 @@ class Slots:
         count = isinstance(tokens, (int, np.integer)) and not isinstance(tokens, bool)
         more = [None] * integer("Slots.append: tokens", tokens, 0) if count else _tokens("Slots.append", tokens)
         filled = len(to.tokens) % self.block
-        moves = bool(more and filled) and (self._uses[to.blocks[-1]] > 1 or to.blocks[-1] in self._kept)
-        wanted = -(-(len(to.tokens) + len(more)) // self.block) - len(to.blocks) + moves
+        moves = bool(more and filled) and self._shared(to.blocks[-1:])
+        wanted = -(-(len(to.tokens) + len(more)) // self.block) - to.held + moves
         if wanted * self.block > self.free_slots:
             found = f"{wanted * self.block} slots wanted and {self.free_slots} of {self.slots} free"
             do = "Free a sequence, or grow the slots and with them the pools."
             raise CacheError("Slots.append", found, f"at most {self.free_slots} wanted", do)
         copies = []
         if moves:
-            old, new = to.blocks[-1], self._claim()
+            old, new = int(to.blocks[-1]), self._claim()
             copies = [(old * self.block + i, new * self.block + i) for i in range(filled)]
             to.blocks[-1] = new
             self._release([old])
             wanted -= 1
-        to.blocks += [self._claim() for _ in range(wanted)]
+        to.add([self._claim() for _ in range(wanted)])
         to.tokens += more
         return copies
 
@@ -125,9 +140,9 @@ class Slots:
         """A new sequence of the first `length` tokens (by default all) of this one, in its slots: nothing is copied."""
         of = self._of("fork", sequence)
         length = len(of.tokens) if length is None else integer("Slots.fork: length", length, 0, len(of.tokens))
-        forked = _Sequence(of.tokens[:length], of.blocks[: -(-length // self.block)])
-        for block in forked.blocks:
-            self._use(block)
+        forked = _Sequence(of.tokens[:length])
+        forked.add(of.blocks[: -(-length // self.block)])
+        self._uses[forked.blocks] += 1  # they have a user already, so none is idle
         return self._named(forked)
 
     def trim(self, sequence: int, length: int) -> None:
@@ -136,7 +151,8 @@ class Slots:
         length = integer("Slots.trim: length", length, 0, len(of.tokens))
         keep = -(-length // self.block)
         self._release(of.blocks[keep:])
-        del of.tokens[length:], of.blocks[keep:]
+        of.held = keep
+        del of.tokens[length:]
 
     def adopt(self, sequence: int, other: int, places: Sequence[int]) -> None:
         """Ends the sequence `other`; its tokens at `places` become the next tokens of `sequence`, in their slots.
@@ -150,12 +166,11 @@ class Slots:
         if self.block != 1 or sequence == other or len(set(places)) != len(places):
             found = f"blocks of {self.block} and places {places} of sequence {other}"
             raise CacheError("Slots.adopt", found, "blocks of 1, and each place of another sequence once")
-        if any(self._uses[block] > 1 or block in self._kept for block in map(of.blocks.__getitem__, places)):
+        if self._shared(of.blocks[places]):
             raise CacheError("Slots.adopt", "slots that another sequence shares", "slots of the sequence alone")
         to.tokens += [of.tokens[place] for place in places]
-        to.blocks += [of.blocks[place] for place in places]
-        kept = set(places)
-        self._release([block for place, block in enumerate(of.blocks) if place not in kept])
+        to.add(of.blocks[places])
+        self._release(np.delete(of.blocks, places))
         del self._sequences[other]
 
     def keep(self, sequence: int, tokens: Iterable[int] | None = None) -> None:
@@ -171,7 +186,7 @@ class Slots:
                 raise CacheError("Slots.keep: tokens", f"{len(told)}", f"at most the sequence's {len(of.tokens)}")
             of.tokens[: len(told)] = told
         number, found = 0, []
-        for at, block in enumerate(of.blocks[: len(of.tokens) // self.block]):
+        for at, block in enumerate(of.blocks[: len(of.tokens) // self.block].tolist()):
             part = of.tokens[at * self.block : (at + 1) * self.block]
             if None in part:
                 break
@@ -226,13 +241,13 @@ class Slots:
         if slots % self.block:
             raise CacheError("Slots: slots", slots, f"a multiple of the block of {self.block}")
         blocks = range(len(self._uses), slots // self.block)
-        self._uses += [0] * len(blocks)
+        self._uses = np.concatenate([self._uses, np.zeros(len(blocks), np.int32)])
         self._free[:0] = reversed(blocks)
 
     def table(self, sequences: Sequence[int | None], context: int) -> np.ndarray:
         """int32 [rows, context] for CacheIndex.make: the slots of each sequence's tokens, then -1; None: all -1."""
         context = integer("Slots.table: context", context, 1)
-        table = np.full((len(sequences), context), -1, np.int32)
+        table, inside = np.full((len(sequences), context), -1, np.int32), np.arange(self.block, dtype=np.int32)
         for row, sequence in zip(table, sequences, strict=True):
             if sequence is None:
                 continue
@@ -241,8 +256,8 @@ class Slots:
                 raise CacheError(
                     "Slots.table: context", context, f"at least {len(of.tokens)}, as sequence {sequence} has"
                 )
-            slots = np.asarray(of.blocks, np.int32)[:, None] * self.block + np.arange(self.block, dtype=np.int32)
-            row[: len(of.tokens)] = slots.reshape(-1)[: len(of.tokens)]
+            slots = of.blocks if self.block == 1 else (of.blocks[:, None] * self.block + inside).reshape(-1)
+            row[: len(of.tokens)] = slots[: len(of.tokens)]
         return table
 
     def _of(self, what: str, sequence: int) -> _Sequence:
@@ -273,9 +288,9 @@ class Slots:
         self._kept[block] = (self._numbers, key)
         self._after.setdefault(key[0], set()).add(block)
 
-    def _use(self, block: int) -> None:
-        self._uses[block] += 1
-        self._idle.pop(block, None)
+    def _shared(self, blocks: np.ndarray) -> bool:
+        """Whether any of the blocks, which have a user, has another one or may be found by one."""
+        return bool((self._uses[blocks] > 1).any()) or not self._kept.keys().isdisjoint(blocks.tolist())
 
     def _claim(self) -> int:
         """A block for one sequence alone: a free one, or the least recently used of the idle."""
@@ -285,11 +300,12 @@ class Slots:
         self._uses[block] = 1
         return block
 
-    def _release(self, blocks: Sequence[int]) -> None:
-        for block in reversed(blocks):  # the end of a prefix is of no use without its beginning: it goes first
-            self._uses[block] -= 1
-            if self._uses[block]:
-                continue
+    def _release(self, blocks: Sequence[int] | np.ndarray) -> None:
+        """One user less of each of these blocks, all different."""
+        blocks = np.asarray(blocks, np.int32)
+        self._uses[blocks] -= 1
+        # The end of a prefix is of no use without its beginning: it goes first.
+        for block in blocks[self._uses[blocks] == 0][::-1].tolist():
             if block in self._kept:
                 self._idle[block] = None
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -94,12 +95,12 @@ class Batch:
 
     def step(self, new: Mapping[int, tuple[int, float | None]]) -> Step:
         """The Step of new tokens, text → (token, log-probability)."""
-        tokens = np.full(len(self.results), -1, np.int32)
-        logprobs = np.full(len(self.results), np.nan, np.float32)
+        tokens, logprobs = [-1] * len(self.results), [math.nan] * len(self.results)
         for text, (token, logprob) in new.items():
             tokens[text] = token
-            logprobs[text] = np.nan if logprob is None else logprob
-        return Step(tokens, self.finished.copy(), logprobs if self.ctx.token_logprobs else None)
+            logprobs[text] = math.nan if logprob is None else logprob
+        told = np.array(logprobs, np.float32) if self.ctx.token_logprobs else None
+        return Step(np.array(tokens, np.int32), self.finished.copy(), told)
 
     def _limit(self, length: int) -> int:
         count, most = self.ctx.new_tokens(length), self.gen.decoder.max_positions

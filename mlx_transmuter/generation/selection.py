@@ -99,12 +99,14 @@ class Selection:
         The beams they continue, their tokens, their scores float32, and their log-probabilities where asked for. Those
         that were sampled come in the order of their draws; of equal scores the lower index comes first.
         """
-        indices, scores, *logprobs = read.reshape(-1, self.count)
-        scores = scores.view(np.float32)
-        order = np.arange(self.count) if self.settings.do_sample else np.lexsort((indices, -scores))
-        beams, tokens = np.divmod(indices[order], self.vocab)
-        found = [part.view(np.float32)[order].tolist() for part in logprobs]
-        return beams.tolist(), tokens.tolist(), scores[order], found[0] if found else None
+        parts = read.reshape(-1, self.count)
+        indices, values = parts[0].tolist(), parts[1:].view(np.float32)
+        scores, *logprobs = values.tolist()
+        order = list(range(self.count))
+        if not self.settings.do_sample:
+            order.sort(key=lambda i: (-scores[i], indices[i]))
+        beams, tokens = zip(*(divmod(indices[i], self.vocab) for i in order), strict=True)
+        return list(beams), list(tokens), values[0, order], [logprobs[0][i] for i in order] if logprobs else None
 
     def follow(self, state: State, parents: mx.array, tokens: mx.array) -> State:
         """The state in which each row continues row parents[r] with tokens[r]; both int32 [rows]."""

@@ -103,7 +103,7 @@ def log_softmax_at(scores: mx.array, places: mx.array, width: int = 1) -> mx.arr
 
 
 def _normalizers(scores: mx.array) -> tuple[mx.array, mx.array]:
-    """The best score of each row, and the logarithm of the sum of the exponentials of the distances to it, [rows, 1]."""
+    """[rows, 1] each: the best score, and the logarithm of the sum of the exponentials of the distances to it."""
     best = mx.max(scores, axis=-1, keepdims=True)
     return best, mx.log(mx.sum(mx.exp(scores - best), axis=-1, keepdims=True))
 
