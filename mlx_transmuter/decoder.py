@@ -7,6 +7,7 @@ once and read only after the write, which MLX then does in place.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,19 +23,21 @@ from mlx_transmuter.reread import Reread
 from mlx_transmuter.signature import Mode, Signature
 from mlx_transmuter.steps import DecoderError, Graph, new_tokens
 
-# The context that a step attends over grows in powers of two from here.
+# The context that a step attends over grows from here.
 SMALLEST_BUCKET = 64
 
 
-def bucket(length: int) -> int:
-    """The context bucket of that many positions.
+def bucket(length: int, rows: int = 1) -> int:
+    """The context bucket of that many positions of each of `rows` rows.
 
-    Powers of two to 256, four sizes an octave to 1,024, then eight. A bucket is a compiled step, and what it holds
-    beyond the length is read for nothing: the larger a part attention has in a step, the less of it.
+    Powers of two to 256, four sizes an octave to 1,024, then eight; of more rows, as that of one with √rows times the
+    length, but no steps below 32. A bucket is a compiled step, and what it holds beyond the length is read for nothing:
+    the larger a part attention has in a step, the less of it.
     """
     power = stride(length)
-    size = power if power <= 256 else power // 8 if power <= 1024 else power // 16
-    return -(-max(length, 1) // size) * size
+    reach = power * math.isqrt(rows)
+    size = power if reach <= 256 else max(32, power // 8 if reach <= 1024 else power // 16)
+    return max(SMALLEST_BUCKET, -(-length // size) * size)
 
 
 def stride(length: int) -> int:
@@ -124,18 +127,22 @@ class Decoder:
                 found.setdefault(length if self.grows else 0, []).append(row)
         return list(found.values())
 
+    def bucket(self, length: int) -> int:
+        """The context bucket of rows of up to that many tokens."""
+        return bucket(length, self.rows)
+
     def context(self, length: int, seq: int) -> int:
         """The columns of the cache that a step of `seq` tokens after `length` reads where the graph gets a buffer.
 
         A graph with tables of positions or masks has no rows for more than max_positions columns, the step's included.
         """
         if self.mode == "in_place":
-            return min(bucket(length + seq), max(length + seq, self.max_positions or 2**31))
-        return min(bucket(length), max(length, (self.max_positions or 2**31) - seq))
+            return min(self.bucket(length + seq), max(length + seq, self.max_positions or 2**31))
+        return min(self.bucket(length), max(length, (self.max_positions or 2**31) - seq))
 
     def columns(self, length: int) -> int:
         """The columns of a step that reads whole rows of up to that many tokens."""
-        return min(bucket(length), max(length, self.max_positions or 2**31))
+        return min(self.bucket(length), max(length, self.max_positions or 2**31))
 
     def begin(
         self,
@@ -218,8 +225,10 @@ class Run:
         # Without pages each row is one block, so its slots are one run; its size is a bucket, so that runs share steps.
         self.block = block or stride(int(self.total.max()))
         if store is None:
-            blocks = sum(-(-int(size) // self.block) for size in total) if self.paged else decoder.rows
-            self.store = Store(decoder.kinds, max(1, blocks) * self.block, self.block)
+            # Of pages too there are few sizes: a step is compiled for that of its pools.
+            slots = stride(sum(-(-int(size) // self.block) * self.block for size in total))
+            blocks = -(-slots // self.block) if self.paged else decoder.rows
+            self.store = Store(decoder.kinds, blocks * self.block, self.block)
             self._rows = [self.slots.open()[0] if size else None for size in total]
         else:
             self.store = store
@@ -279,7 +288,7 @@ class Run:
         places = self.lengths[:, None] + np.arange(seq, dtype=np.int32)
         places = np.where(np.arange(seq) < new[:, None], places, -1).astype(np.int32)
         self._append(new)
-        self._pending = news, mx.array(places), mx.array(self._table(bucket(int(self.lengths.max()))))
+        self._pending = news, mx.array(places), mx.array(self._table(decoder.bucket(int(self.lengths.max()))))
         return logits
 
     def _pooled_step(self, tokens: mx.array, new: np.ndarray, placed: mx.array | None) -> mx.array:
@@ -287,7 +296,7 @@ class Run:
         decoder, seq = self.decoder, tokens.shape[1]
         before = mx.array(self.lengths)
         self._append(new)
-        context = bucket(int(self.lengths.max()))
+        context = decoder.bucket(int(self.lengths.max()))
         table = mx.array(self._table(context)) if self.paged else None
         step = decoder.step_function(seq, context, placed is not None, self.block, self.paged)
         fed = self._fed()
@@ -371,7 +380,8 @@ class Run:
         last = self.lengths + depths.max(axis=1) + 1
         if depths.shape != (rows, seq) or (last > self.total).any():
             raise DecoderError(f"guesses up to {last.tolist()} tokens", f"at most {self.total.tolist()}")
-        context = bucket(int(last.max()))  # not only what the rows hold: a position is at most the table's last column
+        # Not only what the rows hold: a position is at most the table's last column.
+        context = decoder.bucket(int(last.max()))
         table = mx.array(self._table(context))
         self._draft = [self.slots.open()[0] for _ in range(rows)]
         for sequence, depth in zip(self._draft, depths, strict=True):

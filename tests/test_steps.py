@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from collections import Counter
 
 import mlx.core as mx
@@ -12,7 +13,9 @@ from decoding import decoded, plain, prefill, rows_of, tokens_of
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_transmuter import generation, steps
+from mlx_transmuter.cache import CacheIndex
 from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.decoder import bucket as decoders_bucket
 from mlx_transmuter.generation.rows import prompt_parts
 from mlx_transmuter.ops import cached
 
@@ -27,8 +30,10 @@ def bucket(length: int) -> int:
 
 
 @pytest.mark.usefixtures("compiling")
-def test_prompts_of_all_lengths_share_a_few_compiled_steps(loaded, monkeypatch):
-    """A step is compiled per length (a power of two), context bucket and size of the rows' runs; and none is traced again."""
+@pytest.mark.parametrize("beams", [1, 3])
+def test_prompts_of_all_lengths_share_a_few_compiled_steps(beams, loaded, monkeypatch):
+    """A step is compiled per length (a power of two), context bucket and size of the rows' runs, or of all the pages;
+    and none is traced again."""
     model = loaded("llama")  # its conversion compiles steps too
     traced, real = [], mx.compile
 
@@ -41,23 +46,57 @@ def test_prompts_of_all_lengths_share_a_few_compiled_steps(loaded, monkeypatch):
 
     monkeypatch.setattr(mx, "compile", counting)
     new = 3
-    ctx = generation.context(model, max_new_tokens=new, do_sample=False, eos_token_id=[])
+    ctx = generation.context(model, max_new_tokens=new, do_sample=False, eos_token_id=[], num_beams=beams)
     gen = generation.compile(ctx, 1)
     wanted = set()
     for length in range(1, 101):
-        steps, end = [*prompt_parts(length), *[1] * (new - 1)], 0
-        for part in steps:
+        end = 0 if beams == 1 else length  # prompts of beams run in lanes
+        for part in [*prompt_parts(length - end), *[1] * (new - 1)]:
             end += part
-            wanted.add((part, bucket(end), bucket(length + new)))
+            wanted.add((part, bucket(end), bucket(beams * (length + new))))
         (tokens,) = generation.generate(gen, [[3 + i % 40 for i in range(length)]], [0])
         assert len(tokens) == new
-    # 7 lengths, over 64 columns of rows of 64 or of 128 slots, and over 128 columns.
+    # 7 lengths, over 64 columns of rows of 64 or of 128 slots, and over 128 columns; the pages of 3 rows are 64 to 512.
     assert len(wanted) <= 7 * 3
-    assert gen.decoder.compilations == len(wanted)
+    assert beams > 1 or gen.decoder.compilations == len(wanted)
     assert sum(function.__qualname__.startswith("pooled.") for function in traced) == len(wanted)
     again = len(traced)
     generation.generate(gen, [[9] * 77], [0])
     assert len(traced) == again
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        (1, [64, 128, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1152]),
+        (4, [64, 128, 160, 192, 224, 256, 320, 384]),
+        (16, [64, 96, 128, 160, 192, 224, 256, 288, 320]),
+        (100, [64, 96, 128, 160, 192, 224, 256, 288, 320]),
+    ],
+)
+def test_the_context_grows_in_finer_steps_where_attention_is_more_of_a_step(rows, sizes):
+    assert sorted({decoders_bucket(length, rows) for length in range(1, sizes[-1] + 1)}) == sizes
+    assert all(length <= decoders_bucket(length, rows) <= bucket(length) for length in range(1, 4097))
+
+
+@pytest.mark.usefixtures("compiling")
+def test_a_step_over_more_columns_builds_no_kernel_of_its_own(tmp_path, monkeypatch):
+    """A number in a compiled kernel makes it another one for each number; building it takes a second on a CPU."""
+    if shutil.which("g++") is None:
+        pytest.skip("MLX fuses nothing on a CPU without a compiler")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where MLX keeps what it built
+
+    def run(context: int) -> int:
+        signature, leaves = CacheIndex.rows(640, [0, 0]).narrow(context).at([[3], [5]]).walk()
+
+        def step(leaves, pool, values):
+            index = CacheIndex.from_walk(signature, leaves).spare(1280)
+            return index.positions() + 1, index.extend(values, pool, zero=False)
+
+        mx.eval(mx.compile(step)(leaves, mx.zeros((1281, 3)), mx.ones((2, 1, 3))))
+        return len(list(tmp_path.rglob("*.so")))
+
+    assert run(200) == run(232) > 0
 
 
 @pytest.mark.parametrize(("name", "mode"), [("llama", None), ("llama_genai", "in_place")])

@@ -94,7 +94,7 @@ def targets(index: CacheIndex) -> mx.array:
     own = tokens if every == 1 else mx.where((tokens >= 0) & (tokens % every == every - 1), tokens // every, -1)
     width = index._read_table.shape[1]
     slots = mx.take_along_axis(index._read_table, _inside(own, width), axis=1)
-    return mx.where((own >= 0) & (own < width), slots, -1).reshape(-1)
+    return mx.where((own >= 0) & (own <= last(width)), slots, -1).reshape(-1)
 
 
 def sources(index: CacheIndex) -> mx.array:
@@ -123,12 +123,18 @@ def stands(columns: mx.array, every: int) -> mx.array:
     return columns if every == 1 else columns * every + (every - 1)
 
 
+def last(width: int) -> mx.array:
+    """width - 1, int32 [1], as an array that is made: a constant would be part of the kernels that it is compiled into,
+    and each width of a table would build its own."""
+    return mx.arange(width - 1, width, dtype=mx.int32)
+
+
 def _inside(columns: mx.array, width: int) -> mx.array:
-    return mx.clip(columns, 0, width - 1)
+    return mx.clip(columns, 0, last(width))
 
 
 def _is_in(columns: mx.array, index: CacheIndex) -> mx.array:
-    return (columns >= 0) & (columns < index.context)
+    return (columns >= 0) & (columns <= last(index.context))
 
 
 def _chosen(index: CacheIndex, table: mx.array) -> mx.array:

@@ -324,8 +324,7 @@ class CacheIndex:
 
         For rotating, and for indexing a table of position embeddings. The same whatever `every`.
         """
-        last = self.seq if self._table is None else self._table.shape[1]
-        return mx.clip(self._at, 0, last - 1)
+        return mx.clip(self._at, 0, see.last(self.seq if self._table is None else self._table.shape[1]))
 
     # Pools
 

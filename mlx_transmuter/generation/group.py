@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.decoder import stride
 from mlx_transmuter.generation.batch import Batch
 from mlx_transmuter.generation.host import HostView
 from mlx_transmuter.generation.rows import Row, packs, prompt_parts
@@ -37,11 +36,6 @@ class Group:
         if guesses := batch.gen.guesses:
             # Guesses that are not kept have slots of their own.
             total = [size + guesses if size else 0 for size in total]
-            if batch.prompt_cache is None:
-                # As many for each row, of few sizes, so that runs whose rows are pages share steps as other runs do. A
-                # cache's pools have sizes of their own, and a limit.
-                slots = stride(max(total))
-                total = [slots if size else 0 for size in total]
         self.total = total
         if batch.prompt_cache is None:
             self.run = decoder.begin(total, inputs, paged=self.width > 1 or guesses > 0)
