@@ -24,12 +24,10 @@ def rotary(x, cos, sin, *, interleaved: int = 0):
         cos, sin = cos[..., ::2], sin[..., ::2]
         turned = mx.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
         return turned.reshape(x.shape)
-    # The halves the other way round are a view, so that a rotation is one kernel.
-    apart = (2, x.shape[-1] // 2)
-    x, cos, sin = (array.reshape(*array.shape[:-1], *apart) for array in (x, cos, sin))
-    sin = sin * mx.array([[-1], [1]], sin.dtype)
-    turned = x * cos + x[..., ::-1, :] * sin
-    return turned.reshape(*turned.shape[:-2], -1)
+    # With the halves the other way round at hand, the rotation is one kernel.
+    first, second = mx.split(x, 2, axis=-1)
+    before, after = mx.split(sin, 2, axis=-1)
+    return x * cos + mx.concatenate([second, first], axis=-1) * mx.concatenate([-before, after], axis=-1)
 
 
 ACTIVATIONS = {
