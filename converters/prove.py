@@ -90,7 +90,7 @@ def _plain_row(module: Module, signature: Signature, parts: list[list[int]], eag
         if signature.branch:
             feed[signature.branch] = np.array([length > 0])
         if signature.keep:
-            feed[signature.keep] = np.zeros([1] * len(inputs[signature.keep].shape or ()), np.int64)
+            feed[signature.keep] = np.zeros(signature.keep_shape, np.int64)
         given = (module.eagerly if eager else module)(**feed)
         cache = {one.past: given[one.present] for one in signature.carried}
         length += len(part)
