@@ -12,6 +12,7 @@ import numpy as np
 
 from mlx_transmuter.generation.best import best_places
 from mlx_transmuter.generation.settings import Settings
+from mlx_transmuter.ops.exponential import exp, softmax_parts
 
 Warper = Callable[[mx.array], mx.array]
 
@@ -47,13 +48,13 @@ def top_p(scores: mx.array, p: float, keep: int = 1) -> mx.array:
     """Removes, from the worst up, the tokens whose masses add up to at most 1 - p. TopPLogitsWarper."""
     order = mx.argsort(scores, axis=-1)
     ascending = mx.take_along_axis(scores, order, axis=-1)
-    mass = mx.cumsum(mx.softmax(ascending, axis=-1, precise=True), axis=-1)
+    mass = mx.cumsum(_masses(ascending), axis=-1)
     return _scattered(scores, order, (mass <= 1 - p) & (mx.arange(scores.shape[-1]) < scores.shape[-1] - keep))
 
 
 def min_p(scores: mx.array, p: float, keep: int = 1) -> mx.array:
     """Removes the tokens of less than p times the mass of the best. MinPLogitsWarper."""
-    masses = mx.softmax(scores, axis=-1, precise=True)
+    masses = _masses(scores)
     low = masses < p * mx.max(masses, axis=-1, keepdims=True)
     return mx.where(low & ~_best(scores, keep), REMOVED, scores)
 
@@ -61,11 +62,11 @@ def min_p(scores: mx.array, p: float, keep: int = 1) -> mx.array:
 def typical_p(scores: mx.array, p: float, keep: int = 1) -> mx.array:
     """Keeps the tokens whose surprise is nearest to the entropy, up to the mass p. TypicalLogitsWarper."""
     logs = log_softmax(scores)
-    masses = mx.exp(logs)
+    masses = exp(logs)
     entropy = -mx.sum(mx.where(masses > 0, logs * masses, 0), axis=-1, keepdims=True)
     distance = mx.abs(-logs - entropy)
     order = mx.argsort(distance, axis=-1)
-    mass = mx.cumsum(mx.softmax(mx.take_along_axis(scores, order, axis=-1), axis=-1, precise=True), axis=-1)
+    mass = mx.cumsum(_masses(mx.take_along_axis(scores, order, axis=-1)), axis=-1)
     last = mx.minimum(mx.sum(mass < p, axis=-1, keepdims=True), scores.shape[-1] - 1)
     ascending = mx.take_along_axis(distance, order, axis=-1)
     far = ascending > mx.take_along_axis(ascending, last, axis=-1)
@@ -74,13 +75,13 @@ def typical_p(scores: mx.array, p: float, keep: int = 1) -> mx.array:
 
 def epsilon_cutoff(scores: mx.array, epsilon: float, keep: int = 1) -> mx.array:
     """Removes the tokens of a mass below epsilon. EpsilonLogitsWarper."""
-    low = mx.softmax(scores, axis=-1, precise=True) < epsilon
+    low = _masses(scores) < epsilon
     return mx.where(low & (scores < _kth(scores, keep)), REMOVED, scores)
 
 
 def eta_cutoff(scores: mx.array, epsilon: float, keep: int = 1) -> mx.array:
     """Removes the tokens of a mass below min(epsilon, √epsilon · exp(-entropy)). EtaLogitsWarper."""
-    masses = mx.softmax(scores, axis=-1, precise=True)
+    masses = _masses(scores)
     entropy = -mx.sum(mx.maximum(log_softmax(scores), LOWEST) * masses, axis=-1, keepdims=True)
     eta = mx.minimum(epsilon, float(np.sqrt(np.float32(epsilon))) * mx.exp(-entropy))
     return mx.where((masses < eta) & (scores < _kth(scores, keep)), REMOVED, scores)
@@ -102,10 +103,16 @@ def log_softmax_at(scores: mx.array, places: mx.array, width: int = 1) -> mx.arr
     return mx.take(scores, flat) - mx.take(best, row) - mx.take(log_sum, row)
 
 
+def _masses(scores: mx.array) -> mx.array:
+    """The softmax over the last axis."""
+    weights, sums = softmax_parts(scores)
+    return weights if sums is None else weights / sums
+
+
 def _normalizers(scores: mx.array) -> tuple[mx.array, mx.array]:
     """[rows, 1] each: the best score, and the logarithm of the sum of the exponentials of the distances to it."""
     best = mx.max(scores, axis=-1, keepdims=True)
-    return best, mx.log(mx.sum(mx.exp(scores - best), axis=-1, keepdims=True))
+    return best, mx.log(mx.sum(exp(scores - best), axis=-1, keepdims=True))
 
 
 def _kth(scores: mx.array, k: int) -> mx.array:
