@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -36,6 +37,14 @@ def rounds(program: Program) -> bool:
     """Whether the graph rounds activations to 8 bits, by fixed scales or by those of a step."""
     kinds = ("QuantizeLinear-", "com.microsoft.QuantizeLinear-")
     return is_dynamic(program) or any(node.op.startswith(kinds) for node in program.all_nodes())
+
+
+def tolerance(program: Program) -> float:
+    """How far logits may be off, by the lowest float type that the weights or the cache have."""
+    kinds = {weight.dtype for weight in program.weights.values() if math.prod(weight.shape) > 1}
+    kinds |= {value.dtype for value in (*program.inputs, *program.outputs)}
+    kinds |= {"dynamic"} if rounds(program) else set()
+    return max(limit for kind, limit in TOLERANCES.items() if kind in kinds or kind == "float32")
 
 
 @dataclass(frozen=True)
