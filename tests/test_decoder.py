@@ -120,6 +120,16 @@ def test_forked_rows_continue_their_parents_and_share_slots(name, mode, block, l
     assert run.copies == 0 if block == 1 else 0 < run.copies <= 4 * 3 * (block - 1)
 
 
+def test_rows_that_change_places_share_nothing(loaded):
+    """Each row goes on in its own last page, which one that was forked would copy first."""
+    run = Decoder(loaded("llama").decoder, 3).begin([40] * 3, paged=True, block=8)
+    prefill(run, [[5, 6, 7], [9, 8, 7], [3, 3, 3]])
+    run.fork([2, 0, 1])
+    free = run.slots.free_slots
+    run.evaluate(run.step(np.array([[1], [2], [3]], np.int32), [1, 1, 1]))
+    assert (run.copies, run.slots.free_slots) == (0, free)
+
+
 def test_a_fork_moves_nothing(loaded):
     run = Decoder(loaded("llama").decoder, 2).begin([40, 40], paged=True)
     prefill(run, [[5, 6, 7], [9, 8, 7]])
