@@ -222,13 +222,15 @@ class Run:
         self.total = np.asarray(total, np.int32)
         self.lengths = np.zeros(decoder.rows, np.int32)
         self.paged = block is not None
-        # Without pages each row is one block, so its slots are one run; its size is a bucket, so that runs share steps.
-        self.block = block or stride(int(self.total.max()))
         if store is None:
-            # Of pages too there are few sizes: a step is compiled for that of its pools.
-            slots = stride(sum(-(-int(size) // self.block) * self.block for size in total))
-            blocks = -(-slots // self.block) if self.paged else decoder.rows
-            self.store = Store(decoder.kinds, blocks * self.block, self.block)
+            # Few sizes, of rows and of all pages, so that runs share steps: one is compiled for that of its pools.
+            # Without pages each row is one run of slots.
+            if block is None:
+                run = stride(int(self.total.max()))
+                self.store = Store(decoder.kinds, decoder.rows * run, run, run=run)
+            else:
+                slots = stride(sum(-(-int(size) // block) * block for size in total))
+                self.store = Store(decoder.kinds, -(-slots // block) * block, block)
             self._rows = [self.slots.open()[0] if size else None for size in total]
         else:
             self.store = store
@@ -282,7 +284,7 @@ class Run:
         context = length if decoder.exact else decoder.context(length, seq)
         lengths = mx.array(np.full(rows, length, np.int32) if decoder.exact else self.lengths)
         past = mx.array(self._table(max(1, context)))
-        step = decoder.step_function(seq, context, positions is not None, self.block, self.paged)
+        step = decoder.step_function(seq, context, positions is not None, self.store.span, self.paged)
         logits, news, states = step(self.pools.arrays, tokens, lengths, mx.array(new), past, self._fed(), placed)
         self.states = states
         places = self.lengths[:, None] + np.arange(seq, dtype=np.int32)
@@ -298,7 +300,7 @@ class Run:
         self._append(new)
         context = decoder.bucket(int(self.lengths.max()))
         table = mx.array(self._table(context)) if self.paged else None
-        step = decoder.step_function(seq, context, placed is not None, self.block, self.paged)
+        step = decoder.step_function(seq, context, placed is not None, self.store.span, self.paged)
         fed = self._fed()
         logits, pools, self.states = step(self.pools.take(), tokens, before, mx.array(new), table, fed, placed)
         self.pools.put(pools)
@@ -343,8 +345,8 @@ class Run:
                 lane[:, 0, at : at + count] = prompt, range(count), table[row, :count]
                 at += count
                 ends[0, row] = at - 1
-        graph, block = self.decoder.graph, self.block
-        step = self.decoder.compiled(("packed", seq, block), lambda: steps.packed(graph, seq, block))
+        graph, span = self.decoder.graph, self.store.span
+        step = self.decoder.compiled(("packed", seq, span), lambda: steps.packed(graph, seq, span))
         logits, pools = step(self.pools.take(), *map(mx.array, lane), mx.array(ends))
         self.pools.put(pools)
         return logits
@@ -370,7 +372,7 @@ class Run:
                 "one that the conversion rewrote",
                 "run plain steps",
             )
-        if not self.paged or self.block != 1 or self._draft is not None:
+        if not self.paged or self.store.block != 1 or self._draft is not None:
             raise DecoderError(
                 "a draft in this run", "pages of one slot, and the last draft accepted", "begin(paged=True)"
             )
@@ -388,7 +390,8 @@ class Run:
             self.slots.append(sequence, int((depth >= 0).sum()))
         slots = self.slots.table(self._draft, seq)
         places = np.where(depths >= 0, self.lengths[:, None] + depths, -1).astype(np.int32)
-        step = decoder.compiled(("draft", seq, context), lambda: steps.drafted(decoder.graph, seq))
+        span = self.store.span
+        step = decoder.compiled(("draft", seq, context, span), lambda: steps.drafted(decoder.graph, seq, span))
         logits, pools = step(self.pools.take(), tokens, mx.array(places), table, mx.array(slots), sees, self.given)
         self.pools.put(pools)
         return logits
@@ -482,9 +485,9 @@ class Run:
         """The slots of the first `width` positions of each row, int32 [rows, width], -1 where there is none."""
         if self.paged:
             return self.slots.table(self._rows, width)
-        columns = np.arange(width, dtype=np.int32)
-        held = (columns < self.lengths[:, None]) & (columns < self.block)
-        return np.where(held, np.arange(len(held), dtype=np.int32)[:, None] * self.block + columns, -1).astype(np.int32)
+        columns, span = np.arange(width, dtype=np.int32), self.store.span
+        held = (columns < self.lengths[:, None]) & (columns < span)
+        return np.where(held, np.arange(len(held), dtype=np.int32)[:, None] * span + columns, -1).astype(np.int32)
 
     def _write_pending(self) -> None:
         """Writes the keys and values of the last step into the pools."""
@@ -492,5 +495,5 @@ class Run:
             return
         news, places, table = self._pending
         self._pending = None
-        write = self.decoder.write_function(places.shape[1], table.shape[1], self.block)
+        write = self.decoder.write_function(places.shape[1], table.shape[1], self.store.span)
         self.pools.put(write(self.pools.take(), news, places, table))

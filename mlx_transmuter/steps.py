@@ -69,13 +69,13 @@ def pooled(graph: Graph, seq: int, context: int, block: int, paged: bool) -> Cal
     return run
 
 
-def drafted(graph: Graph, seq: int) -> Callable[..., Any]:
+def drafted(graph: Graph, seq: int, block: int) -> Callable[..., Any]:
     """The step of a draft: (pools, tokens, places, table, slots, sees, given) → (logits [rows, seq, vocab], pools')."""
 
     def run(pools, tokens, places, table, slots, sees, given):
         index = CacheIndex.make(places, table).draft(slots, sees)
         ends = mx.broadcast_to(mx.arange(seq, dtype=mx.int32), tokens.shape)
-        return _over_pools(graph, pools, tokens, index, 1, ends, mx.maximum(places, 0), given)[:2]
+        return _over_pools(graph, pools, tokens, index, block, ends, mx.maximum(places, 0), given)[:2]
 
     return run
 

@@ -260,7 +260,7 @@ def test_a_token_of_one_row_moves_nothing_but_its_keys(loaded):
     is turned or laid flat; the one transpose is that of the keys."""
     decoder = Decoder(loaded("llama").decoder, 1)
     run = decoder.begin([40])
-    step = steps.pooled(decoder.graph, 1, 64, run.block, False)
+    step = steps.pooled(decoder.graph, 1, 64, run.store.span, False)
     arrays = (mx.array([[5]]), mx.array([3]), mx.array([1]))
     found = parts(lambda *given: step(list(given[:-3]), *given[-3:], None, {}, None), *run.pools.arrays, *arrays)
     count = Counter(part["name"] for part in found if part["type"] == "primitive")

@@ -32,19 +32,27 @@ class Kind(NamedTuple):
 class Store:
     """Pools, one of each kind, and the Slots that say who owns which of their slots.
 
-    Pool i is [heads · slots + 1, width]: in blocks of `block` slots, a block of each head follows the other (see
-    CacheIndex.heads), and the last row is spare: what padding would store goes there, and nothing reads it.
+    Pool i is [heads · slots + 1, width]. A head's rows lie together, so that a sequence is read in one go: those of all
+    slots, or of `run` slots after another head's (see CacheIndex.heads, whose block is `span`). The last row is spare:
+    what padding would store goes there, and nothing reads it.
 
     A run's own store has the slots that its rows need. One that outlives its runs begins with none, grows by need up to
     `limit` slots (None: without end), and then gives up the kept blocks that were used least recently.
     """
 
-    def __init__(self, kinds: Sequence[Kind], slots: int, block: int = 1, limit: int | None = None):
-        self.kinds, self.block, self.limit = tuple(kinds), block, limit
+    def __init__(
+        self, kinds: Sequence[Kind], slots: int, block: int = 1, limit: int | None = None, run: int | None = None
+    ):
+        self.kinds, self.block, self.limit, self.run = tuple(kinds), block, limit, run
         self.copies = 0
         self.busy = False
         self.slots = Slots(slots, block)
         self.pools = self._zeros(slots)
+
+    @property
+    def span(self) -> int:
+        """How many slots of a head lie together in the pools."""
+        return self.run or max(1, self.slots.slots)
 
     @property
     def slot_bytes(self) -> int:
@@ -96,12 +104,15 @@ class Store:
 
     def grow(self, slots: int) -> None:
         """From now on there are `slots` slots, not fewer than before. Each pool is copied once, one at a time."""
+        assert self.run is None, "the pools of a run's own rows are made whole"
         before = self.slots.slots
         self.slots.grow(slots)
         arrays = self.pools.take()
         for i, kind in enumerate(self.kinds):
-            more = mx.zeros((kind.heads * (slots - before), kind.width), kind.dtype)
-            arrays[i] = mx.concatenate([arrays[i][:-1], more, arrays[i][-1:]])
+            *heads, spare = mx.split(arrays[i], [(head + 1) * before for head in range(kind.heads)])
+            more = mx.zeros((slots - before, kind.width), kind.dtype)
+            arrays[i] = mx.concatenate([part for head in heads for part in (head, more)] + [spare])
+            del heads, spare
             mx.eval(arrays[i])
         self.pools = Pools(arrays, slots)
 
@@ -131,7 +142,7 @@ class Store:
     def rows(self, slots: Sequence[int] | np.ndarray, heads: int) -> np.ndarray:
         """The rows of the slots in a pool of that many heads, int32 [heads · slots], the slots of one head together."""
         at, head = np.asarray(slots, np.int32), np.arange(heads, dtype=np.int32)[:, None]
-        return ((at // self.block * heads + head) * self.block + at % self.block).reshape(-1)
+        return ((at // self.span * heads + head) * self.span + at % self.span).reshape(-1)
 
     def _zeros(self, slots: int) -> Pools:
         arrays = [mx.zeros((kind.heads * slots + 1, kind.width), kind.dtype) for kind in self.kinds]
