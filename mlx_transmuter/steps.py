@@ -6,7 +6,7 @@ buffer, and give back the keys and values of the step's tokens, which are writte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops
-from mlx_transmuter.cache import CacheIndex, Kind, PackedPool
+from mlx_transmuter.cache import CacheIndex, Kind, PackedPool, Packing
 from mlx_transmuter.entries import Entry
 from mlx_transmuter.module import Module
 from mlx_transmuter.signature import ENDS, INDEX, LANES, Mode, Signature
@@ -41,6 +41,15 @@ class Graph:
     alone: bool = False
 
 
+def kind(entry: Entry, bits: int | None, group_size: int) -> Kind:
+    """What a slot holds of the entry."""
+    dtype = ops.device_dtype(entry.dtype)
+    if bits is None:
+        return Kind(entry.heads, entry.dim, dtype)
+    packing = Packing.of(bits, group_size, entry.dim, dtype)
+    return Kind(entry.heads, packing.width, mx.uint32, packing)
+
+
 def new_tokens(rows: int, lengths: np.ndarray, total: np.ndarray, tokens: Any, counts: Sequence[int]) -> np.ndarray:
     """`counts` as int32 [rows]. Raises DecoderError for those that don't fit the tokens, or pass the rows' totals."""
     shape, new = tuple(tokens.shape), np.asarray(counts, np.int32)
@@ -52,14 +61,43 @@ def new_tokens(rows: int, lengths: np.ndarray, total: np.ndarray, tokens: Any, c
     return new
 
 
-def pooled(graph: Graph, seq: int, context: int, block: int, paged: bool) -> Callable[..., Any]:
-    """A step over pools: (pools, tokens, lengths, counts, table, given, positions) → (logits, pools', states')."""
+def new_guesses(
+    signature: Signature, supports: Collection[str], lengths: np.ndarray, total: np.ndarray, tokens: Any, depths: Any
+) -> np.ndarray:
+    """How many tokens each row has with its deepest guess, int32 [rows]. Raises DecoderError for a decoder that takes
+    no drafts, depths of another shape than the tokens', and guesses that pass the rows' totals."""
+    found = None
+    if signature.states:
+        found = f"a draft for a graph with states ({signature.states[0].past})"
+        expected = "a cache of positions, from which guesses can be dropped"
+    elif "drafts" not in supports:
+        found, expected = "a draft for a graph whose attention isn't over pools", "one that the conversion rewrote"
+    if found:
+        raise DecoderError(found, expected, "run plain steps")
+    last = lengths + depths.max(axis=1) + 1
+    if depths.shape != tuple(tokens.shape) or (last > total).any():
+        raise DecoderError(f"guesses up to {last.tolist()} tokens", f"at most {total.tolist()}")
+    return last
+
+
+def pooled(
+    graph: Graph, seq: int, context: int, block: int, paged: bool, window: int | None = None
+) -> Callable[..., Any]:
+    """A step over pools: (pools, tokens, lengths, counts, table, given, positions) → (logits, pools', states').
+
+    window: of a decoder whose rows are rings of `context` columns by now, the largest of its windows.
+    """
 
     def run(pools, tokens, lengths, counts, table, given, positions):
         rows = tokens.shape[0]
         place = lengths[:, None] + mx.arange(seq, dtype=mx.int32)
         pos = mx.where(mx.arange(seq, dtype=mx.int32) < counts[:, None], place, -1)
-        index = CacheIndex.make(pos, table) if paged else CacheIndex.rows(block, [0] * rows).narrow(context).at(pos)
+        if paged:
+            index = CacheIndex.make(pos, table)
+        else:
+            index = CacheIndex.rows(block, [0] * rows)
+            index = (index if window else index.narrow(context)).at(pos)
+        index = index.ring().window(window) if window else index
         ends = mx.maximum(counts - 1, 0)
         place = place if positions is None else positions
         logits, pools, states = _over_pools(graph, pools, tokens, index, block, ends[:, None], place, given)
@@ -69,11 +107,15 @@ def pooled(graph: Graph, seq: int, context: int, block: int, paged: bool) -> Cal
     return run
 
 
-def drafted(graph: Graph, seq: int) -> Callable[..., Any]:
-    """The step of a draft: (pools, tokens, places, table, slots, sees, given) → (logits [rows, seq, vocab], pools')."""
+def drafted(graph: Graph, seq: int, window: int | None = None) -> Callable[..., Any]:
+    """The step of a draft: (pools, tokens, places, table, slots, sees, given) → (logits [rows, seq, vocab], pools').
+
+    window: as of `pooled`.
+    """
 
     def run(pools, tokens, places, table, slots, sees, given):
-        index = CacheIndex.make(places, table).draft(slots, sees)
+        index = CacheIndex.make(places, table)
+        index = (index.ring().window(window) if window else index).draft(slots, sees)
         ends = mx.broadcast_to(mx.arange(seq, dtype=mx.int32), tokens.shape)
         return _over_pools(graph, pools, tokens, index, 1, ends, mx.maximum(places, 0), given)[:2]
 
