@@ -233,7 +233,7 @@ class Run:
 
     @property
     def copies(self) -> int:
-        """How many slots were copied, of pages that rows shared."""
+        """How many slots were copied, of pages that rows shared and of guesses in pages of several."""
         return self.store.copies
 
     def step(self, tokens: Any, counts: Sequence[int], positions: Any = None) -> mx.array:
@@ -359,43 +359,35 @@ class Run:
 
         tokens: int32 [rows, n]. sees: bool [rows, n, n], whether guess i sees guess j: its ancestors and itself, for a
         tree. depths: int32 [rows, n], how many guesses come before each; -1 for padding. Raises DecoderError for a
-        decoder that doesn't support drafts, a run without pages of one slot, or guesses past the row's last token.
+        decoder that doesn't support drafts, a run without pages, or guesses past the row's last token.
         """
         decoder = self.decoder
-        if not self.paged or self.block != 1 or self._draft is not None:
-            raise DecoderError(
-                "a draft in this run", "pages of one slot, and the last draft accepted", "begin(paged=True)"
-            )
+        if not self.paged or self._draft is not None:
+            raise DecoderError("a draft in this run", "pages, and the last draft accepted", "begin(paged=True)")
         tokens, sees = (x if isinstance(x, mx.array) else mx.array(x) for x in (tokens, sees))
         depths = np.asarray(depths, np.int32)
-        rows, seq = tokens.shape
+        seq, block = tokens.shape[1], self.block
         last = new_guesses(decoder.signature, decoder.supports, self.lengths, self.total, tokens, depths)
         # Not of what the rows hold alone: a position is at most the table's last column.
         context, window = self._columns(int(last.max()), seq)
         self._drop()
         table = mx.array(self._table(context, ring=window is not None))
-        self._draft = [self.slots.open()[0] for _ in range(rows)]
-        for sequence, depth in zip(self._draft, depths, strict=True):
-            self.slots.append(sequence, int((depth >= 0).sum()))
+        self._draft = self.store.guess((depths >= 0).sum(axis=1).tolist())
         slots = self.slots.table(self._draft, seq)
         places = np.where(depths >= 0, self.lengths[:, None] + depths, -1).astype(np.int32)
-        step = decoder.compiled(("draft", seq, context, window), lambda: steps.drafted(decoder.graph, seq, window))
+        key = ("draft", seq, context, block, window)
+        step = decoder.compiled(key, lambda: steps.drafted(decoder.graph, seq, block, window))
         logits, pools = step(self.pools.take(), tokens, mx.array(places), table, mx.array(slots), sees, self.given)
         self.pools.put(pools)
         return logits
 
     def accept(self, kept: Sequence[Sequence[int]]) -> None:
-        """Keeps the guesses `kept` of each row, a path from its first, as the row's next tokens, in the slots they
-        have.
+        """Keeps the guesses `kept` of each row, a path from its first, as the row's next tokens, once the draft is
+        evaluated: in the slots they have, or copied in pages of several (`copies` counts them).
         """
         if self._draft is None:
             raise DecoderError("no draft", "a draft to accept guesses of")
-        for row, (sequence, path) in enumerate(zip(self._draft, kept, strict=True)):
-            own = self._rows[row]
-            if own is None:
-                self.slots.free(sequence)
-            else:
-                self.slots.adopt(own, sequence, path)
+        self.store.accept(self._rows, self._draft, kept)
         self._draft = None
         self.lengths = self.lengths + np.array([len(path) for path in kept], np.int32)
 

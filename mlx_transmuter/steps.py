@@ -107,7 +107,7 @@ def pooled(
     return run
 
 
-def drafted(graph: Graph, seq: int, window: int | None = None) -> Callable[..., Any]:
+def drafted(graph: Graph, seq: int, block: int, window: int | None = None) -> Callable[..., Any]:
     """The step of a draft: (pools, tokens, places, table, slots, sees, given) → (logits [rows, seq, vocab], pools').
 
     window: as of `pooled`.
@@ -117,7 +117,7 @@ def drafted(graph: Graph, seq: int, window: int | None = None) -> Callable[..., 
         index = CacheIndex.make(places, table)
         index = (index.ring().window(window) if window else index).draft(slots, sees)
         ends = mx.broadcast_to(mx.arange(seq, dtype=mx.int32), tokens.shape)
-        return _over_pools(graph, pools, tokens, index, 1, ends, mx.maximum(places, 0), given)[:2]
+        return _over_pools(graph, pools, tokens, index, block, ends, mx.maximum(places, 0), given)[:2]
 
     return run
 

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter.generation.batch import Batch
+from mlx_transmuter.generation.guesses import room
 from mlx_transmuter.generation.host import HostView
 from mlx_transmuter.generation.rows import Row, packs, prompt_parts
 from mlx_transmuter.generation.state import State
@@ -35,8 +36,9 @@ class Group:
         if self.width > 1:
             inputs = {name: mx.repeat(array, self.width, axis=0) for name, array in inputs.items()}
         if guesses := batch.gen.guesses:
-            # Guesses that are not kept have slots of their own.
-            total = [size + guesses if size else 0 for size in total]
+            block = 1 if batch.prompt_cache is None else batch.prompt_cache.store.block
+            new = [batch.limits[row // self.width] for row in self.all]
+            total = [room(size, n, guesses, block) if size else 0 for size, n in zip(total, new, strict=True)]
             if batch.prompt_cache is None:
                 # As many for each row, of few sizes, so that runs whose rows are pages share steps as other runs do. A
                 # cache's pools have sizes of their own, and a limit.
