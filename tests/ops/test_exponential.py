@@ -74,3 +74,11 @@ def test_a_gate_is_the_logistic_function_times_a_factor(size, spread, seed):
     with np.errstate(over="ignore"):
         wanted = by / (1 + np.exp(-x.astype(np.float64)))
     np.testing.assert_allclose(np.array(sigmoid_times(mx.array(x), mx.array(by))), wanted, rtol=1e-5, atol=1e-30)
+
+
+def test_gradients_go_through_an_exponential():
+    x = mx.linspace(-3, 3, FEWEST)
+    for function in (exp, mx.compile(exp)):
+        found = mx.grad(lambda x, function=function: (x * function(2 * x)).sum())(x)
+        wanted = (1 + 2 * x) * mx.exp(2 * x)
+        np.testing.assert_allclose(np.array(found), np.array(wanted), rtol=1e-5, atol=1e-6)
