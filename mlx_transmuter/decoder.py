@@ -19,7 +19,7 @@ from mlx_transmuter.module import Module
 from mlx_transmuter.plan import Plan
 from mlx_transmuter.reread import Reread
 from mlx_transmuter.signature import Mode, Signature
-from mlx_transmuter.sizes import Ring, bucket, stride
+from mlx_transmuter.sizes import Columns, Ring, bucket, near_columns, stride, windows
 from mlx_transmuter.steps import DecoderError, Graph, new_guesses, new_tokens
 
 
@@ -55,8 +55,10 @@ class Decoder:
         if kv_bits is not None and not self.signature.entries:
             raise DecoderError(f"kv_bits={kv_bits}", "None: this decoder has no keys and values", "leave out kv_bits")
         self.kinds = tuple(steps.kind(entry, kv_bits, kv_group_size) for entry in self.signature.entries)
-        self.graph = Graph(module, self.signature, self.max_positions, self.kinds, self.plan.alone)
-        self.ring = Ring.of(program) if self.signature.index else None
+        seen = windows(program) if self.signature.index else set()
+        self.window = max(seen, default=0) or None
+        self.ring = Ring.over(max(seen)) if seen and min(seen) else None
+        self.graph = Graph(module, self.signature, self.max_positions, self.kinds, self.plan.alone, self.window)
         self.vocab = self.signature.vocab
         self.compilations = 0
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -160,16 +162,13 @@ class Decoder:
             self._compiled[key] = mx.compile(make())
         return self._compiled[key]
 
-    def step_function(
-        self, seq: int, context: int, placed: bool, block: int, paged: bool, window: int | None = None
-    ) -> Callable[..., Any]:
-        """The function of a step of `seq` tokens over `context` columns of the cache, with a window those of a ring
-        (see steps.py).
-        """
-        key = (seq, context, placed, block, paged, window)
+    def step_function(self, seq: int, columns: Columns, placed: bool, block: int, paged: bool) -> Callable[..., Any]:
+        """The function of a step of `seq` tokens over so many columns of the cache (see steps.py)."""
+        key = (seq, columns, placed, block, paged)
         if self.signature.index:
-            return self.compiled(key, lambda: steps.pooled(self.graph, seq, context, block, paged, window))
-        return self.compiled((self.mode, *key), lambda: steps.unrewritten(self.graph, self.mode, seq, context, block))
+            return self.compiled(key, lambda: steps.pooled(self.graph, seq, columns, block, paged))
+        context, mode = columns.context, self.mode
+        return self.compiled((mode, *key), lambda: steps.unrewritten(self.graph, mode, seq, context, block))
 
     def write_function(self, seq: int, context: int, block: int) -> Callable[..., Any]:
         """The function that writes the keys and values of `seq` tokens into the pools."""
@@ -260,7 +259,7 @@ class Run:
         context = length if decoder.exact else decoder.context(length, seq)
         lengths = mx.array(np.full(rows, length, np.int32) if decoder.exact else self.lengths)
         past = mx.array(self._table(max(1, context)))
-        step = decoder.step_function(seq, context, positions is not None, self.block, self.paged)
+        step = decoder.step_function(seq, Columns(context), positions is not None, self.block, self.paged)
         logits, news, states = step(self.pools.arrays, tokens, lengths, mx.array(new), past, self._fed(), placed)
         self.states = states
         places = self.lengths[:, None] + np.arange(seq, dtype=np.int32)
@@ -272,13 +271,13 @@ class Run:
     def _pooled_step(self, tokens: mx.array, new: np.ndarray, placed: mx.array | None) -> mx.array:
         """A step of a program over pools, which writes its keys and values itself."""
         decoder, seq = self.decoder, tokens.shape[1]
-        context, window = self._columns(int((self.lengths + new).max()), seq)
+        columns = self._columns(int((self.lengths + new).max()), seq)
         before = mx.array(self.lengths)
         self._append(new)
-        table = mx.array(self._table(context, ring=window is not None)) if self.paged else None
-        step = decoder.step_function(seq, context, placed is not None, self.block, self.paged, window)
+        table, near = self._tables(columns)
+        step = decoder.step_function(seq, columns, placed is not None, self.block, self.paged)
         fed = self._fed()
-        logits, pools, self.states = step(self.pools.take(), tokens, before, mx.array(new), table, fed, placed)
+        logits, pools, self.states = step(self.pools.take(), tokens, before, mx.array(new), table, near, fed, placed)
         self.pools.put(pools)
         return logits
 
@@ -287,17 +286,26 @@ class Run:
         states = zip(self.decoder.signature.states, self.states, strict=True)
         return {**self.given, **{state.past: array for state, array in states}}
 
-    def _columns(self, length: int, seq: int) -> tuple[int, int | None]:
-        """(columns, window) of a step of `seq` tokens to that length; a window where the columns are those of a ring.
+    def _columns(self, length: int, seq: int) -> Columns:
+        """The columns of a step of `seq` tokens to that length.
 
         Raises DecoderError for more tokens than a ring has slots beside the window.
         """
-        if self.ring is None or length <= self.ring.slots:
-            return bucket(length) if self.ring is None else min(bucket(length), self.ring.slots), None
-        if seq > self.ring.step:
-            found = f"a step of {seq} tokens over a window of {self.ring.window}"
-            raise DecoderError(found, f"at most {self.ring.step}", "run the prompt in parts")
-        return self.ring.slots, self.ring.window
+        ring = self.ring
+        if ring is None:
+            context, window = bucket(length), None if self.decoder.ring else self.decoder.window
+            return Columns(context, near=near_columns(window, seq, context, self.paged))
+        if length <= ring.slots:
+            return Columns(min(bucket(length), ring.slots))
+        if seq > ring.step:
+            found = f"a step of {seq} tokens over a window of {ring.window}"
+            raise DecoderError(found, f"at most {ring.step}", "run the prompt in parts")
+        return Columns(ring.slots, ring=True)
+
+    def _tables(self, columns: Columns) -> tuple[mx.array | None, mx.array | None]:
+        """The tables of the columns, as steps take them."""
+        table = mx.array(self._table(columns.context, ring=columns.ring)) if self.paged else None
+        return table, mx.array(self._table(columns.near, ring=True)) if columns.near else None
 
     def _append(self, new: np.ndarray) -> None:
         """Gives slots to the rows' new tokens."""
@@ -369,15 +377,16 @@ class Run:
         seq, block = tokens.shape[1], self.block
         last = new_guesses(decoder.signature, decoder.supports, self.lengths, self.total, tokens, depths)
         # Not of what the rows hold alone: a position is at most the table's last column.
-        context, window = self._columns(int(last.max()), seq)
+        columns = self._columns(int(last.max()), seq)
         self._drop()
-        table = mx.array(self._table(context, ring=window is not None))
+        table, near = self._tables(columns)
         self._draft = self.store.guess((depths >= 0).sum(axis=1).tolist())
         slots = self.slots.table(self._draft, seq)
         places = np.where(depths >= 0, self.lengths[:, None] + depths, -1).astype(np.int32)
-        key = ("draft", seq, context, block, window)
-        step = decoder.compiled(key, lambda: steps.drafted(decoder.graph, seq, block, window))
-        logits, pools = step(self.pools.take(), tokens, mx.array(places), table, mx.array(slots), sees, self.given)
+        key = ("draft", seq, columns, block)
+        step = decoder.compiled(key, lambda: steps.drafted(decoder.graph, seq, columns, block))
+        places, slots = mx.array(places), mx.array(slots)
+        logits, pools = step(self.pools.take(), tokens, places, table, near, slots, sees, self.given)
         self.pools.put(pools)
         return logits
 
@@ -472,14 +481,13 @@ class Run:
         return np.array([0 if row is None else self.slots.first(row) for row in self._rows], np.int32)
 
     def _table(self, width: int, *, ring: bool = False) -> np.ndarray:
-        """The slots of the first `width` positions of each row, int32 [rows, width], -1 where there is none; of pages
-        as a ring, of the last.
-        """
+        """The slots of each row's first `width` positions, of a ring its last: int32 [rows, width], -1 for none."""
         if self.paged:
             return self.slots.table(self._rows, width, ring=ring)
-        columns = np.arange(width, dtype=np.int32)
-        held = (columns < self.lengths[:, None]) & (columns < self.block)
-        return np.where(held, np.arange(len(held), dtype=np.int32)[:, None] * self.block + columns, -1).astype(np.int32)
+        places, ends = np.arange(width, dtype=np.int32), self.lengths[:, None]
+        places = ends - 1 - (ends - 1 - places) % width if ring else places
+        held = (places >= 0) & (places < ends) & (places < self.block)
+        return np.where(held, np.arange(len(ends), dtype=np.int32)[:, None] * self.block + places, -1).astype(np.int32)
 
     def _write_pending(self) -> None:
         """Writes the keys and values of the last step into the pools."""

@@ -26,6 +26,16 @@ def stride(length: int) -> int:
     return max(SMALLEST_BUCKET, 1 << max(0, length - 1).bit_length())
 
 
+class Columns(NamedTuple):
+    """The columns that a step reads: `context` of them, with `ring` those of a ring; and of layers with a window, in a
+    decoder of which others have none, a ring of `near` of them, where that is few enough to be worth it (else 0).
+    """
+
+    context: int
+    ring: bool = False
+    near: int = 0
+
+
 class Ring(NamedTuple):
     """A row keeps its last `slots` tokens, however long it gets; the newest sees `window` of them."""
 
@@ -43,17 +53,26 @@ class Ring(NamedTuple):
         wanted = window + max(window // 4, SMALLEST_BUCKET // 2)
         return Ring(window, -(-wanted // SMALLEST_BUCKET) * SMALLEST_BUCKET)
 
-    @staticmethod
-    def of(program: Program) -> Ring | None:
-        """The ring of a program over pools; None where some attention sees all columns."""
-        nodes = list(program.all_nodes())
-        makes = {name: node for node in nodes for name in node.outputs}
-        windows = set()
-        for node in nodes:
-            if node.op == "mlx.attention":
-                shows = makes.get("".join(node.inputs[6:7]))
-                if shows is not None and shows.op == "mlx.alibi":
-                    shows = makes.get("".join(shows.inputs[1:2]))
-                window = shows.attrs.get("window") if shows is not None and shows.op == "mlx.visible" else None
-                windows.add(window if isinstance(window, int) else 0)
-        return Ring.over(max(windows)) if windows and min(windows) > 0 else None
+
+def windows(program: Program) -> set[int]:
+    """The windows of the attention nodes of a program over pools; 0 where one sees all columns, or it isn't known."""
+    nodes = list(program.all_nodes())
+    makes = {name: node for node in nodes for name in node.outputs}
+    found = set()
+    for node in nodes:
+        if node.op == "mlx.attention":
+            shows = makes.get("".join(node.inputs[6:7]))
+            if shows is not None and shows.op == "mlx.alibi":
+                shows = makes.get("".join(shows.inputs[1:2]))
+            window = shows.attrs.get("window") if shows is not None and shows.op == "mlx.visible" else None
+            found.add(window if isinstance(window, int) and window > 0 else 0)
+    return found
+
+
+def near_columns(window: int | None, seq: int, context: int, paged: bool) -> int:
+    """The columns of a ring for a step's layers with a window, 0 where they had better read as the others do.
+
+    They are gathered one by one; a run of slots is read as it lies, four times as many for the same cost.
+    """
+    width = bucket(window + seq - 1) if window else context
+    return width if (width < context if paged else 4 * width <= context) else 0

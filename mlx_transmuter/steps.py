@@ -14,10 +14,11 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops
-from mlx_transmuter.cache import CacheIndex, Kind, PackedPool, Packing
+from mlx_transmuter.cache import CacheIndex, Kind, Layered, PackedPool, Packing
 from mlx_transmuter.entries import Entry
 from mlx_transmuter.module import Module
 from mlx_transmuter.signature import ENDS, INDEX, LANES, Mode, Signature
+from mlx_transmuter.sizes import Columns
 
 
 class DecoderError(ValueError):
@@ -31,7 +32,7 @@ class DecoderError(ValueError):
 @dataclass(frozen=True)
 class Graph:
     """What a step runs: the module, its signature, the most positions of a row (None: no limit), what a slot of each
-    pool holds, and whether the graph takes one row.
+    pool holds, whether the graph takes one row, and the largest window of its attention (None: there is none).
     """
 
     module: Module
@@ -39,6 +40,7 @@ class Graph:
     max_positions: int | None
     kinds: tuple[Kind, ...]
     alone: bool = False
+    window: int | None = None
 
 
 def kind(entry: Entry, bits: int | None, group_size: int) -> Kind:
@@ -80,15 +82,13 @@ def new_guesses(
     return last
 
 
-def pooled(
-    graph: Graph, seq: int, context: int, block: int, paged: bool, window: int | None = None
-) -> Callable[..., Any]:
-    """A step over pools: (pools, tokens, lengths, counts, table, given, positions) → (logits, pools', states').
+def pooled(graph: Graph, seq: int, columns: Columns, block: int, paged: bool) -> Callable[..., Any]:
+    """A step over pools: (pools, tokens, lengths, counts, table, near, given, positions) → (logits, pools', states').
 
-    window: of a decoder whose rows are rings of `context` columns by now, the largest of its windows.
+    table, near: the tables of `columns`, a ring's where so; None for runs that are read as they lie, or of no columns.
     """
 
-    def run(pools, tokens, lengths, counts, table, given, positions):
+    def run(pools, tokens, lengths, counts, table, near, given, positions):
         rows = tokens.shape[0]
         place = lengths[:, None] + mx.arange(seq, dtype=mx.int32)
         pos = mx.where(mx.arange(seq, dtype=mx.int32) < counts[:, None], place, -1)
@@ -96,30 +96,36 @@ def pooled(
             index = CacheIndex.make(pos, table)
         else:
             index = CacheIndex.rows(block, [0] * rows)
-            index = (index if window else index.narrow(context)).at(pos)
-        index = index.ring().window(window) if window else index
+            index = (index if columns.ring else index.narrow(columns.context)).at(pos)
+        index = _ring(graph, index) if columns.ring else index
+        local = None if near is None else _ring(graph, CacheIndex.make(pos, near))
         ends = mx.maximum(counts - 1, 0)
         place = place if positions is None else positions
-        logits, pools, states = _over_pools(graph, pools, tokens, index, block, ends[:, None], place, given)
+        logits, pools, states = _over_pools(graph, pools, tokens, index, block, ends[:, None], place, given, local)
         logits = logits[:, 0] if graph.signature.ends else logits_at(logits, ends)
         return logits, pools, _kept(graph, given, states, counts)
 
     return run
 
 
-def drafted(graph: Graph, seq: int, block: int, window: int | None = None) -> Callable[..., Any]:
-    """The step of a draft: (pools, tokens, places, table, slots, sees, given) → (logits [rows, seq, vocab], pools').
-
-    window: as of `pooled`.
+def drafted(graph: Graph, seq: int, columns: Columns, block: int) -> Callable[..., Any]:
+    """The step of a draft: (pools, tokens, places, table, near, slots, sees, given) → (logits [rows, seq, vocab],
+    pools'). table, near: as of `pooled`, over pages.
     """
 
-    def run(pools, tokens, places, table, slots, sees, given):
+    def run(pools, tokens, places, table, near, slots, sees, given):
         index = CacheIndex.make(places, table)
-        index = (index.ring().window(window) if window else index).draft(slots, sees)
+        index = (_ring(graph, index) if columns.ring else index).draft(slots, sees)
+        local = None if near is None else _ring(graph, CacheIndex.make(places, near)).draft(slots, sees)
         ends = mx.broadcast_to(mx.arange(seq, dtype=mx.int32), tokens.shape)
-        return _over_pools(graph, pools, tokens, index, block, ends, mx.maximum(places, 0), given)[:2]
+        return _over_pools(graph, pools, tokens, index, block, ends, mx.maximum(places, 0), given, local)[:2]
 
     return run
+
+
+def _ring(graph: Graph, index: CacheIndex) -> CacheIndex:
+    assert graph.window is not None
+    return index.ring().window(graph.window)
 
 
 def packed(graph: Graph, seq: int, block: int) -> Callable[..., Any]:
@@ -139,16 +145,20 @@ def packed(graph: Graph, seq: int, block: int) -> Callable[..., Any]:
     return run
 
 
-def _over_pools(graph, pools, tokens, index, block, ends, place, given):
+def _over_pools(graph, pools, tokens, index, block, ends, place, given, local=None):
     """The program over the pools: the logits of the tokens `ends` [rows, k] (of all, where it can't choose), the pools'
-    and the states'.
+    and the states'. local: the index of layers with a window, where they have one of their own.
     """
     signature, module = graph.signature, graph.module
+
+    def lanes(index):
+        return index.heads(signature.entries[0].heads, block).spare(pools[0].shape[0] - 1)
+
     feed: dict[str, Any] = dict(given)
     feed |= {
         signature.tokens: tokens,
-        INDEX: index,
-        LANES: index.heads(signature.entries[0].heads, block).spare(pools[0].shape[0] - 1),
+        INDEX: index if local is None else Layered(index, local),
+        LANES: lanes(index) if local is None else Layered(lanes(index), lanes(local)),
     }
     feed |= small_inputs(graph, None, place, *tokens.shape[:2])
     if signature.ends:

@@ -27,7 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "weights": {"program"},
     "module": {"program", "ops"},
     "model": {"program", "signature", "plan", "weights", "module", "tokenizer"},
-    "steps": {"cache", "ops", "entries", "signature", "module"},
+    "steps": {"cache", "ops", "entries", "signature", "sizes", "module"},
     "reread": {"ops", "plan", "signature", "steps"},
     "decoder": {"cache", "ops", "signature", "sizes", "plan", "module", "steps", "reread"},
     "generation": {"program", "cache", "ops", "signature", "sizes", "module", "decoder", "model"},

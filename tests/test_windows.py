@@ -17,10 +17,12 @@ from mlx_transmuter import generation, ops, sizes
 from mlx_transmuter.decoder import Decoder, DecoderError
 from mlx_transmuter.generation import PromptCache
 from mlx_transmuter.generation.rows import prompt_parts
+from mlx_transmuter.ops import cached
 from mlx_transmuter.program import Node
-from mlx_transmuter.sizes import Ring
+from mlx_transmuter.sizes import Ring, bucket, near_columns, windows
 
 WINDOWED = ["gemma3_genai", "mistral", "mistral_genai"]  # windows of 8 in all layers
+MIXED = ["gemma2", "gemma3_text", "gpt_neo", "gpt_oss"]  # in one of two
 LAYOUTS = {"runs": {}, "pages": {"paged": True}, "pages of 5": {"paged": True, "block": 5}}
 TEXT = np.random.default_rng(11).integers(3, 60, 250).tolist()
 NEAR = 1e-4  # of the logits' spread, as the goldens have it
@@ -66,7 +68,7 @@ def test_every_logit_of_a_long_text_is_onnxruntimes(name, pages, loaded):
         at = run.lengths.tolist()
         counts = [min(part, 250 - at[0]), min(max(1, part // 2), 250 - at[1])]
         tokens = [(TEXT[start : start + count] + [0] * part)[:part] for start, count in zip(at, counts, strict=True)]
-        columns.append(run._columns(int((run.lengths + counts).max()), part)[0])
+        columns.append(run._columns(int((run.lengths + counts).max()), part).context)
         logits = run.step(np.array(tokens, np.int32), counts)
         for row in range(2):
             checked(run, wanted, row, logits)
@@ -76,6 +78,33 @@ def test_every_logit_of_a_long_text_is_onnxruntimes(name, pages, loaded):
     assert max(held) <= 2 * (64 + 2 * block)
     assert held[-1] <= (2 * (8 + 1 + 2 * block) if pages else 2 * 64)
     assert run.pools.slots <= 2 * (64 + 2 * block)
+    run.close()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("pages", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("name", MIXED)
+def test_layers_with_a_window_read_it_alone_and_every_logit_is_onnxruntimes(name, pages, loaded, monkeypatch):
+    """Steps of several tokens too, in rows of two lengths."""
+    widths: list[int] = []
+    of = cached._of
+    monkeypatch.setattr(cached, "_of", lambda index, seen: widths.append(seen.shape[-1]) or of(index, seen))
+    decoder = Decoder(loaded(name).decoder, 2)
+    assert (decoder.ring, decoder.window) == (None, 8)
+    wanted = truth(name, TEXT)
+    run = decoder.begin([250, 250], **pages)
+    for part in [*prompt_parts(100), 8, 9, *[1] * 133]:
+        at = run.lengths.tolist()
+        counts = [min(part, 250 - at[0]), min(max(1, part // 2), 250 - at[1])]
+        tokens = [(TEXT[start : start + count] + [0] * part)[:part] for start, count in zip(at, counts, strict=True)]
+        widths.clear()
+        logits = run.step(np.array(tokens, np.int32), counts)
+        for row in range(2):
+            checked(run, wanted, row, logits)
+        assert len(widths) == 2  # one layer of each kind
+        if part == 1:
+            context = bucket(int(run.lengths.max()))
+            assert sorted(widths) == [16, context]
     run.close()
 
 
@@ -165,23 +194,24 @@ OPTIONS = st.sampled_from(
 
 
 @pytest.mark.usefixtures("small")
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=36, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
+    name=st.sampled_from(["mistral", "gemma2", "gpt_oss"]),
     options=OPTIONS,
     lengths=st.lists(st.integers(0, 50), min_size=1, max_size=3).filter(any),
     new=st.integers(1, 40),
     step=st.sampled_from([3, 16, 2048]),
     cached=st.sampled_from([None, 1, 4]),
 )
-def test_texts_are_those_of_a_cache_that_keeps_everything(options, lengths, new, step, cached, loaded):
-    model = loaded("mistral")
+def test_texts_are_those_of_a_cache_that_keeps_and_reads_everything(name, options, lengths, new, step, cached, loaded):
+    model = loaded(name)
     if "num_assistant_tokens" in options:
         options = {**options, "assistant_model": model}
     plain = {"eos_token_id": None, "do_sample": False, "token_logprobs": True, "max_new_tokens": new}
     ctx = generation.context(model, **{**plain, "prefill_step_size": step, **options})
     gen, all_kept = generation.compile(ctx, len(lengths)), generation.compile(ctx, len(lengths))
     for each in (all_kept.decoder, *([all_kept.assistant.decoder] if all_kept.assistant else [])):
-        each.ring = None
+        each.ring = each.window = None
     prompts = [TEXT[:length] for length in lengths]
     wanted = generated(all_kept, prompts)
     if cached is None:
@@ -198,7 +228,7 @@ def test_several_prompts_in_a_lane_go_on_in_rings(loaded):
     model = loaded("mistral")
     ctx = generation.context(model, max_new_tokens=30, eos_token_id=None, do_sample=False, token_logprobs=True)
     gen, all_kept = (generation.compile(ctx, 6) for _ in range(2))
-    all_kept.decoder.ring = None
+    all_kept.decoder.ring = all_kept.decoder.window = None
     for lengths, packs in (((9, 2, 1, 3, 1, 2), True), ((10, 2, 1, 3, 1, 2), False)):
         prompts = [TEXT[i : i + n] for i, n in enumerate(lengths)]
         same(generated(gen, prompts), generated(all_kept, prompts))
@@ -244,7 +274,7 @@ def test_steps_and_slots_stay_what_they_are_however_long_a_row_gets(pages, loade
             run.evaluate(run.step(np.array([[5]], np.int32), [1]))
         seen.append((decoder.compilations, run.slots.free_slots, run._columns(int(run.lengths[0]) + 1, 1)))
     assert seen[0] == seen[1]
-    assert seen[0][2] == (64, 8)
+    assert seen[0][2] == (64, True, 0)
     assert decoder.compilations == 2  # of the ring before it is full, and after
 
 
@@ -257,19 +287,21 @@ def test_a_step_of_more_tokens_than_a_ring_takes_is_refused(loaded):
 
 
 def test_only_decoders_without_a_layer_that_sees_everything_have_a_ring(loaded):
-    assert [name for name in NAMES if Decoder(loaded(name).decoder, 1).ring] == WINDOWED
+    decoders = {name: Decoder(loaded(name).decoder, 1) for name in NAMES}
+    assert [name for name, decoder in decoders.items() if decoder.ring] == WINDOWED
+    assert [name for name, decoder in decoders.items() if decoder.window and not decoder.ring] == MIXED
 
 
 def test_a_program_with_an_odd_window_has_no_ring(loaded):
     program = loaded("mistral").decoder.program
-    assert Ring.of(program) == (8, 64)
+    assert windows(program) == {8}
     for window in ("8", 0, -3, None):
         nodes = [
             replace(node, attrs={"window": window}) if node.op == "mlx.visible" else node for node in program.nodes
         ]
-        assert Ring.of(replace(program, nodes=tuple(nodes))) is None
+        assert 0 in windows(replace(program, nodes=tuple(nodes)))
     short = Node("mlx.attention", ("q",), ("o",))
-    assert Ring.of(replace(program, nodes=(*program.nodes, short))) is None
+    assert windows(replace(program, nodes=(*program.nodes, short))) == {0, 8}
 
 
 @pytest.mark.parametrize(
@@ -279,3 +311,21 @@ def test_a_ring_has_a_quarter_more_than_its_window(window, slots):
     ring = Ring.over(window)
     assert ring == (window, slots)
     assert ring.step >= max(32, window // 4)
+
+
+@pytest.mark.parametrize(
+    ("window", "seq", "context", "paged", "columns"),
+    [
+        (None, 1, 4096, True, 0),
+        (512, 1, 4096, False, 512),
+        (512, 1, 1792, False, 0),
+        (512, 1, 1792, True, 512),
+        (512, 1, 512, True, 0),
+        (512, 2, 4096, False, 640),
+        (128, 2048, 16384, False, 2304),
+        (128, 2048, 8192, False, 0),
+    ],
+)
+def test_a_window_is_read_alone_where_that_is_less(window, seq, context, paged, columns):
+    """Columns that are gathered cost about four of a run's, which are read as they lie, and one of a page's."""
+    assert near_columns(window, seq, context, paged) == columns

@@ -1,13 +1,14 @@
 """Attention over the pools of a cache: what the converter makes of a graph's past, present, mask and softmax.
 
-`index` is a CacheIndex; `lanes` is the same index over pools that keep the heads apart (`CacheIndex.heads`).
+`index` is a CacheIndex; `lanes` is the same index over pools that keep the heads apart (`CacheIndex.heads`). Where
+layers differ in what they see, both are Layered.
 """
 
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_transmuter.cache import PackedPool
+from mlx_transmuter.cache import Layered, PackedPool
 from mlx_transmuter.ops.cached_packed import MOST_TOKENS, mixed_packed, scores_packed
 from mlx_transmuter.ops.exponential import softmax_parts
 from mlx_transmuter.ops.registry import op
@@ -32,6 +33,7 @@ def alibi(index, seen, *, slopes):
 
     Press et al. 2022. The distance is that of positions: the column's minus the token's.
     """
+    index = _of(index, seen)
     distance = (index.stands()[:, None] - index.positions()[:, :, None])[:, None].astype(mx.float32)
     bias = mx.array(slopes, mx.float32)[:, None, None] * distance
     # The lowest number, not -inf: the row of a padding token sees nothing, and must not become NaN.
@@ -49,6 +51,7 @@ def attention(q, k, v, keys, values, lanes, seen, sinks=None, *, scale: float, s
     seq, heads · dim]; heads share the keys of heads / kv heads. q may come as [rows · heads, seq, dim]; so does the
     output then, without merge.
     """
+    lanes = _of(lanes, seen)
     rows, kv, seq, dim = k.shape
     flat = q.ndim == 3
     heads = q.shape[0] // rows if flat else q.shape[1]
@@ -71,6 +74,11 @@ def attention(q, k, v, keys, values, lanes, seen, sinks=None, *, scale: float, s
         out = out.reshape(rows, heads, seq, -1).swapaxes(1, 2)
     shape = (rows, seq, -1) if merge else (rows * heads, seq, -1) if flat else (rows, heads, seq, -1)
     return out.reshape(shape), *pools
+
+
+def _of(index, seen):
+    """The index by which a layer with the mask `seen` reads."""
+    return index.of(seen.shape[-1]) if isinstance(index, Layered) else index
 
 
 def _both(k, v, pool, lanes):
