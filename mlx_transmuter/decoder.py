@@ -347,17 +347,10 @@ class Run:
             raise DecoderError(f"{counts.sum()} tokens in a lane of {seq}", "1 or more, as many as fit")
         self._append(counts)
         table = self._table(int(self.lengths.max()))  # rows of a lane before this one may hold more
-        lane = np.full((3, 1, seq), -1, np.int32)  # tokens, positions, slots
-        lane[0] = 0
-        ends, at = np.zeros((1, len(counts)), np.int32), 0
-        for row, (prompt, count) in enumerate(zip(prompts, counts.tolist(), strict=True)):
-            if count:
-                lane[:, 0, at : at + count] = prompt, range(count), table[row, :count]
-                at += count
-                ends[0, row] = at - 1
+        arrays = map(mx.array, steps.lane(prompts, table, seq))
         graph, block = self.decoder.graph, self.block
         step = self.decoder.compiled(("packed", seq, block), lambda: steps.packed(graph, seq, block))
-        logits, pools = step(self.pools.take(), *map(mx.array, lane), mx.array(ends))
+        logits, pools = step(self.pools.take(), *arrays)
         self.pools.put(pools)
         return logits
 
@@ -366,7 +359,8 @@ class Run:
         them.
 
         tokens: int32 [rows, n]. sees: bool [rows, n, n], whether guess i sees guess j: its ancestors and itself, for a
-        tree. depths: int32 [rows, n], how many guesses come before each; -1 for padding. Raises DecoderError for a
+        tree. depths: int32 [rows, n], how many guesses come before each; -1 for padding. They take pages of their own
+        beside the row's, for which its total must have room. Raises DecoderError for a
         decoder that doesn't support drafts, a run without pages, or guesses past the row's last token.
         """
         decoder = self.decoder

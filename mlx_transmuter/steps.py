@@ -145,6 +145,22 @@ def packed(graph: Graph, seq: int, block: int) -> Callable[..., Any]:
     return run
 
 
+def lane(prompts: Sequence[Sequence[int]], table: np.ndarray, seq: int) -> tuple[np.ndarray, ...]:
+    """What `packed` takes of prompts, one after another in a lane of seq tokens: tokens, places, slots, ends.
+
+    table: the slots of each prompt's tokens. The end of an empty prompt is 0.
+    """
+    tokens, (places, slots) = np.zeros((1, seq), np.int32), np.full((2, 1, seq), -1, np.int32)
+    ends, at = np.zeros((1, len(prompts)), np.int32), 0
+    for row, prompt in enumerate(prompts):
+        if count := len(prompt):
+            here = slice(at, at + count)
+            tokens[0, here], places[0, here], slots[0, here] = prompt, range(count), table[row, :count]
+            at += count
+            ends[0, row] = at - 1
+    return tokens, places, slots, ends
+
+
 def _over_pools(graph, pools, tokens, index, block, ends, place, given, local=None):
     """The program over the pools: the logits of the tokens `ends` [rows, k] (of all, where it can't choose), the pools'
     and the states'. local: the index of layers with a window, where they have one of their own.
