@@ -7,7 +7,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_transmuter import generation
-from mlx_transmuter.decoder import Decoder, bucket
+from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.sizes import bucket
 
 PROMPTS = [[5, 6, 7], [8]]
 
