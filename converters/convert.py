@@ -20,11 +20,12 @@ from converters import cast, changed, prove, quantize
 from converters.branches import branch_taken
 from converters.card import card
 from converters.errors import ConvertError
-from converters.match import Record, Rewrite
+from converters.match import Record, Rewrite, apply
 from converters.names import name_inputs, name_weights
 from converters.observe import step
 from converters.passes import IN_GRAPH, OVER_POOLS, rewrite
 from converters.passes.experts import experts
+from converters.passes.hit import hit
 from converters.passes.joined import joined
 from converters.read import read
 from converters.tensors import Tensor
@@ -140,7 +141,7 @@ def _convert_into(
     if changes.quantize:
         quantize.check(graph, path)
     signature = Signature.of(graph)
-    graph = name_weights(graph.select(signature.outputs))
+    graph, _ = apply(name_weights(graph.select(signature.outputs)), hit)
     given, meta = graph, dict[str, Any]()
     if changes.float_activations:
         graph, meta["float_activations"] = changed.in_float(graph, path)

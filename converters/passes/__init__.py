@@ -29,6 +29,7 @@ from dataclasses import replace
 
 from converters.match import Graph, Record, Rewrite, apply, renamed
 from converters.passes.attention import attention
+from converters.passes.chosen import chosen
 from converters.passes.embedding import embedding
 from converters.passes.experts import experts
 from converters.passes.flat import flat
@@ -74,6 +75,7 @@ IN_GRAPH: tuple[Rewrite, ...] = (
     rotary,
     gates,
     parted,
+    chosen,
 )
 OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last, heads, together)
 

@@ -6,25 +6,17 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_transmuter.ops.activation import gelu
+from mlx_transmuter.ops.experts import combine, dispatch, product, quantized_product
 from mlx_transmuter.ops.microsoft_blocks import affine, dequantized, unpack
 from mlx_transmuter.ops.registry import OperatorError, op
 
-# One projection of the chosen experts: x [tokens, k or 1, 1, in], experts int32 [tokens, k] -> [tokens, k, 1, out].
+# One projection of rows and the experts of each, as mlx.dispatch gives them.
 Projection = Callable[[mx.array, mx.array], mx.array]
 
 
 def _dense(weights: mx.array, bias: mx.array | None) -> Projection:
     """weights [experts, out, in], bias [experts, out]."""
-
-    def project(x: mx.array, experts: mx.array) -> mx.array:
-        w = weights.swapaxes(-1, -2)
-        if mx.default_device() == mx.Device(mx.cpu):  # whose gather_mm has float32 alone
-            y = mx.gather_mm(x.astype(mx.float32), w.astype(mx.float32), rhs_indices=experts).astype(x.dtype)
-        else:
-            y = mx.gather_mm(x, w, rhs_indices=experts)
-        return y if bias is None else y + mx.take(bias, experts, axis=0)[:, :, None]
-
-    return project
+    return lambda x, experts: product(x, weights, experts, bias)
 
 
 def _routes(
@@ -89,11 +81,11 @@ def _activated(kind: str, first: mx.array, third: mx.array | None, fusion: int, 
 
 def _mixture(x, routes, first: Projection, second: Projection, third: Projection | None, activate) -> mx.array:
     """The experts' results for x [..., hidden], added up by their weights."""
-    experts, weights = routes
-    tokens = x.reshape(-1, 1, 1, x.shape[-1])
-    inner = activate(first(tokens, experts), None if third is None else third(tokens, experts))
-    results = second(inner, experts).squeeze(2).astype(mx.float32)
-    return mx.sum(results * weights[..., None], axis=1).astype(x.dtype).reshape(x.shape)
+    chosen, weights = routes
+    rows, experts, order = dispatch(x, chosen)
+    inner = activate(first(rows, experts), None if third is None else third(rows, experts))
+    results = second(inner, experts).astype(mx.float32)
+    return combine(results, order, weights).astype(x.dtype).reshape(x.shape)
 
 
 @op("com.microsoft.MoE-1")
@@ -155,13 +147,8 @@ def _quantized(packed, scales, zero_points, bias, bits: int, block_size: int | N
         weights = dequantized(flat, scales, zero_points, bits, block_of).astype(scales.dtype)
         return _dense(weights.reshape(experts, rows, size), bias)
     w, scale, biases = (part.reshape(experts, rows, -1) for part in held[:3])
-
-    def project(x: mx.array, chosen: mx.array) -> mx.array:
-        y = mx.gather_qmm(x, w, scale, biases, rhs_indices=chosen, transpose=True, group_size=held[3], bits=bits)
-        y = y.astype(x.dtype)
-        return y if bias is None else y + mx.take(bias, chosen, axis=0)[:, :, None]
-
-    return project
+    few = (w, scale, biases, held[3], bits, "affine")
+    return lambda x, chosen: quantized_product(x, few, chosen, bias).astype(x.dtype)
 
 
 @op("com.microsoft.QMoE-1")
