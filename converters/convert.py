@@ -20,12 +20,11 @@ from converters import cast, changed, prove, quantize
 from converters.branches import branch_taken
 from converters.card import card
 from converters.errors import ConvertError
-from converters.match import Record, Rewrite, apply
+from converters.match import Record, Rewrite
 from converters.names import name_inputs, name_weights
 from converters.observe import step
-from converters.passes import IN_GRAPH, OVER_POOLS, rewrite
-from converters.passes.experts import experts
-from converters.passes.hit import hit
+from converters.passes import BY_VALUES, IN_GRAPH, OVER_POOLS, rewrite
+from converters.passes.hit import every_expert
 from converters.passes.joined import joined
 from converters.read import read
 from converters.tensors import Tensor
@@ -141,7 +140,7 @@ def _convert_into(
     if changes.quantize:
         quantize.check(graph, path)
     signature = Signature.of(graph)
-    graph, _ = apply(name_weights(graph.select(signature.outputs)), hit)
+    graph = every_expert(name_weights(graph.select(signature.outputs)), path)
     given, meta = graph, dict[str, Any]()
     if changes.float_activations:
         graph, meta["float_activations"] = changed.in_float(graph, path)
@@ -239,7 +238,7 @@ def _in_graph(
                 if not order and start is graph:
                     raise  # the graph itself is at fault
                 continue
-            eager = any(record.name == experts.__name__ and record.held for record in records)
+            eager = any(record.name in BY_VALUES and record.held for record in records)
             if wanted is None:
                 wanted, single = _wanted(_plain_module(graph, program, module), signature, case, eager, path)
             plan, errors = prove.best_plan(module, _for(tried, single), case, wanted, limit)

@@ -36,6 +36,7 @@ from converters.passes.flat import flat
 from converters.passes.fold import fold
 from converters.passes.gates import gates
 from converters.passes.group_query import group_query
+from converters.passes.grouped import grouped
 from converters.passes.heads import heads
 from converters.passes.integers import integers
 from converters.passes.joined import joined
@@ -59,6 +60,7 @@ from mlx_transmuter.signature import ENDS, INDEX, LANES, OPTIONAL, TOKENS
 IN_GRAPH: tuple[Rewrite, ...] = (
     fold,
     experts,
+    grouped,
     positions,
     narrow,
     settle,
@@ -77,6 +79,8 @@ IN_GRAPH: tuple[Rewrite, ...] = (
     parted,
     chosen,
 )
+# Those that take sizes which depend on values out of a step: where one is made, the graph itself runs eagerly.
+BY_VALUES = ("experts", "grouped")
 OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last, heads, together)
 
 
@@ -98,4 +102,4 @@ def rewrite(program: Program, order: tuple[Rewrite, ...]) -> tuple[Program, list
     ), records
 
 
-__all__ = ["IN_GRAPH", "OVER_POOLS", "rewrite"]
+__all__ = ["BY_VALUES", "IN_GRAPH", "OVER_POOLS", "rewrite"]

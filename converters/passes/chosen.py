@@ -8,6 +8,7 @@ and compared with what a mixture is.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -34,35 +35,39 @@ def chosen(graph: Graph) -> Iterator[Answer]:
     order = {id(node): i for i, node in enumerate(graph.nodes)}
     for mixture in mixtures(graph, seen, order):
         found = routing(graph, seen, order, mixture)
-        source = _source(graph, seen, mixture.x, found.output) if isinstance(found, Routing) else ""
         if isinstance(found, str):
             yield Declined(mixture.experts[0].projections[-1].node, found)
-        elif source is None:
+            continue
+        sources = _sources(graph, seen, mixture.x)
+        shapes = {name: seen.shapes(name) for name in sources}
+        after = graph.only_consumer(found.output)
+        if after is not None and is_kind_of(after, ("Reshape",)) and seen.shapes(after.outputs[0]) in shapes.values():
+            found = replace(found, root=after)
+        wanted = seen.shapes(found.output) or [()]
+        like = next((name for name, shape in shapes.items() if shape == wanted), "")
+        if not like and len(wanted[0]) != 2:
             yield Declined(found.root, "the sum has another shape than what the experts read")
         else:
-            yield _become(graph, seen, mixture, found, source)
+            yield _become(graph, seen, mixture, found, sources[-1], like if len(wanted[0]) != 2 else "")
 
 
-def _source(graph: Graph, seen: Observation, x: str, output: str) -> str | None:
-    """What x is a reshape of, or x itself, in the shape of the output; "" where [tokens, dim] is its shape anyway."""
-    wanted = seen.shapes(output)
-    assert wanted is not None
-    if len(wanted[0]) == 2:
-        return ""
-    name = x
-    while seen.shapes(name) != wanted:
-        node = graph.producer(name)
-        if node is None or not is_kind_of(node, _RESHAPED):
-            return None
-        name = node.inputs[0]
-    return name
+def _sources(graph: Graph, seen: Observation, x: str) -> list[str]:
+    """x, and what it is the same rows of in another shape, up to the first."""
+    found = [x]
+    while (node := graph.producer(found[-1])) is not None and is_kind_of(node, _RESHAPED):
+        before, after = seen.shapes(node.inputs[0]), seen.shapes(x)
+        if before is None or after is None or [one[-1:] for one in before] != [one[-1:] for one in after]:
+            break
+        found.append(node.inputs[0])
+    return found
 
 
-def _become(graph: Graph, seen: Observation, mixture: Mixture, found: Routing, source: str) -> Become:
+def _become(graph: Graph, seen: Observation, mixture: Mixture, found: Routing, x: str, like: str) -> Become:
+    """x: the rows. like: the value of the sum's shape, "" for [tokens, dim]."""
     output, place = found.output, found.root.name
     rows, experts, sorted_by = (f"{output}.{part}" for part in ("rows", "experts", "order"))
-    nodes = [Node("mlx.dispatch", (mixture.x, found.indices), (rows, experts, sorted_by), {}, place)]
-    names = {mixture.x: rows}
+    nodes = [Node("mlx.dispatch", (x, found.indices), (rows, experts, sorted_by), {}, place)]
+    names: dict[str, str] = {}
     layers, arrays = {}, {}
     for i, step in enumerate(mixture.experts[0].steps):
         node = step.node if isinstance(step, Projection) else step
@@ -79,19 +84,19 @@ def _become(graph: Graph, seen: Observation, mixture: Mixture, found: Routing, s
             nodes.append(Node(node.op, inputs, outputs, node.attrs, node.name))
         names |= dict(zip(node.outputs, outputs, strict=True))
     given = names[mixture.outputs[0]]
-    nodes += _summed(seen, mixture, found, source, (given, sorted_by, found.scores))
+    nodes += _summed(seen, mixture, found, like, (given, sorted_by, found.scores))
     return Become(found.root, tuple(nodes), layers=layers, arrays=arrays, constants={LAST: np.array([-1], np.int64)})
 
 
 def _summed(
-    seen: Observation, mixture: Mixture, found: Routing, source: str, inputs: tuple[str, str, str]
+    seen: Observation, mixture: Mixture, found: Routing, like: str, inputs: tuple[str, str, str]
 ) -> Iterator[Node]:
     """The sum in the type and the shape that it had."""
     output, place = found.output, found.root.name
     trial = seen.seen[0]
     natural, kind = mx.result_type(trial[mixture.outputs[0]], trial[found.scores]), trial[output].dtype
     names = [output]
-    if source:
+    if like:
         names.insert(0, f"{output}.flat")
     if natural != kind:
         names.insert(0, f"{output}.wide")
@@ -99,9 +104,9 @@ def _summed(
     if natural != kind:
         code = ops.CODES[str(kind).removeprefix("mlx.core.")]
         yield Node("Cast-9", (names[0],), (names[1],), {"to": code}, place)
-    if source:
+    if like:
         sizes = f"{output}.sizes"
-        yield Node("Shape-1", (source,), (sizes,), {}, place)
+        yield Node("Shape-1", (like,), (sizes,), {}, place)
         yield Node("Reshape-5", (names[-2], sizes), (output,), {}, place)
 
 

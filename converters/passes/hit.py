@@ -9,15 +9,26 @@ before anything is compared with it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
-from converters.match import Answer, Become, Declined, Graph, is_kind
+from converters.errors import ConvertError
+from converters.match import Answer, Become, Declined, Graph, apply, is_kind
 from mlx_transmuter.module import evaluate
-from mlx_transmuter.program import Node
+from mlx_transmuter.program import Node, Program
 
 # What leads from the choices, one-hot, to whether an expert is hit.
 _COUNTED = ("Transpose", "ReduceSum", "ReduceMax", "Greater", "Cast", "Equal", "Not", "GreaterOrEqual")
+
+
+def every_expert(program: Program, path: Path) -> Program:
+    """The program after `hit`. Raises ConvertError for a mixture of which the trace lacks experts."""
+    program, record = apply(program, hit)
+    for reason in record.declined:
+        do = "export the model with more tokens (optimum: sequence_length=64)"
+        raise ConvertError(path, f"a mixture that was traced on too few tokens: {reason}", "every expert traced", do)
+    return program
 
 
 def hit(graph: Graph) -> Iterator[Answer]:

@@ -118,21 +118,23 @@ def dispatch(x, indices):
     each, and the order, int32 [choices], in which sorted rows stand ([0] where they stand by token). Shazeer et al.
     2017; transformers' MixtralSparseMoeBlock.
     """
-    x, k = x.reshape(-1, x.shape[-1]), indices.shape[-1]
+    x, k = x.reshape(-1, 1, x.shape[-1]), indices.shape[-1]  # an axis that is put in later would have another stride
     if indices.size < MANY:
-        return x[:, None, None], indices.reshape(-1, k), mx.zeros((0,), mx.int32)
+        return x[:, None], indices.reshape(-1, k), mx.zeros((0,), mx.int32)
     flat = indices.reshape(-1)
     order = mx.argsort(flat).astype(mx.int32)
-    return x[order // k][:, None], flat[order], order
+    return x[order // k], flat[order], order
 
 
 @op("mlx.switch_linear")
 def switch_linear(x, projection: Layer, experts, *, pad: int = 0):
-    """The rows that `mlx.dispatch` gives through the layer of the expert of each.
+    """The rows that `mlx.dispatch` gives, or [choices, in], sorted by expert, through the layer of the expert of each.
 
     pad: columns of zeros after x's own, for a quantised layer whose last group is not full.
     """
     x = mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)]) if pad else x
+    if x.ndim == 2:
+        return projection(x.reshape(-1, 1, x.shape[-1]), experts).squeeze(1)
     return projection(x, experts)
 
 

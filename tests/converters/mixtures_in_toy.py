@@ -11,8 +11,9 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 EXPERTS, K, WIDTH, INNER = 5, 2, 64, 32
 # gathered: each expert's tokens alone, as transformers' loops; nd: with ScatterND; hit: over the experts that were hit;
+# sliced: as torch.export writes the same; grouped: sorted by expert and split by their counts, as Granite's experts;
 # weighed: all tokens, by a column of dense weights; stacked: likewise, joined first; at_once: all experts in one product.
-SPELLINGS = ("gathered", "nd", "hit", "weighed", "stacked", "at_once", "at_once_bias")
+SPELLINGS = ("gathered", "nd", "hit", "sliced", "weighed", "stacked", "at_once", "at_once_bias")
 
 
 class _Nodes:
@@ -42,7 +43,8 @@ class _Nodes:
 def decoder(spelling: str, experts: int = EXPERTS, k: int = K, change=None) -> ModelProto:
     """The toy with a mixture after its embedding: silu(x · gate) · (x · up) · down, by softmax of the k best logits.
 
-    change: a function of the expert's number and what it gives, that may give something else; with the nodes.
+    change: a function of the expert's number (None for the sum), of what it gives, and of the nodes, that may give
+    something else.
     """
     n = _Nodes()
     wide = n("MatMul", "embedded", n.weight("wide.weight", toy.DIM, WIDTH))
@@ -69,6 +71,8 @@ def decoder(spelling: str, experts: int = EXPERTS, k: int = K, change=None) -> M
         dense = n("Transpose", _dense(n, indices, scores, logits), perm=[1, 0])
         total = _at_once(n, x, weights, spelling.endswith("bias"), experts)
         total = n("ReduceSum", n("Mul", total, n("Unsqueeze", dense, [2])), [0], keepdims=0)
+    elif spelling == "grouped":
+        total = _grouped(n, x, indices, scores, zeros, weights, experts, k)
     elif spelling == "stacked":
         dense = n("Transpose", _dense(n, indices, scores, logits), perm=[1, 0])
         parts = [n("Unsqueeze", expert(e, x), [0]) for e in range(experts)]
@@ -79,6 +83,7 @@ def decoder(spelling: str, experts: int = EXPERTS, k: int = K, change=None) -> M
             total = n("Add", total, n("Mul", expert(e, x), n("Gather", dense, [e], axis=1)))
     else:
         total = _gathered(n, spelling, x, indices, scores, zeros, expert, experts)
+    total = change(None, total, n) if change else total
     n.nodes.append(helper.make_node("Reshape", [total, n("Shape", wide)], ["mixture.sum"]))
     n.nodes.append(
         helper.make_node("MatMul", ["mixture.sum", n.weight("narrow.weight", WIDTH, toy.DIM)], ["embedded2"])
@@ -119,13 +124,37 @@ def _gathered(n: _Nodes, spelling: str, x: str, indices: str, scores: str, total
         numbers = [n("Squeeze", n("Squeeze", one, [1]), [0]) for one in numbers]
     for e, number in enumerate(numbers):
         own = n("Cast", n("Gather", chosen, number, axis=0), to=TensorProto.BOOL)
-        found = n("Split", n("Transpose", n("NonZero", own), perm=[1, 0]), outputs=2, axis=1, num_outputs=2)
-        place, token = (n("Squeeze", one, [1]) for one in found)
+        found = n("Transpose", n("NonZero", own), perm=[1, 0])
+        if spelling == "sliced":
+            columns = [n("Slice", found, [i], [i + 1], [1], [1]) for i in (0, 1)]
+        else:
+            columns = n("Split", found, outputs=2, axis=1, num_outputs=2)
+        place, token = (n("Squeeze", one, [1]) for one in columns)
         score = n("GatherND", scores, n("Concat", n("Unsqueeze", token, [1]), n("Unsqueeze", place, [1]), axis=1))
-        update = n("Mul", expert(e, n("Gather", x, token, axis=0)), n("Unsqueeze", score, [1]))
-        if spelling == "nd":
+        own = n("GatherND", x, n("Unsqueeze", token, [-1])) if spelling == "sliced" else n("Gather", x, token, axis=0)
+        update = n("Mul", expert(e, own), n("Unsqueeze", score, [1]))
+        if spelling in ("nd", "sliced"):
             total = n("ScatterND", total, n("Unsqueeze", token, [1]), update, reduction="add")
         else:
             where = n("Expand", n("Unsqueeze", token, [1]), n("Shape", update))
             total = n("ScatterElements", total, where, update, axis=0, reduction="add")
     return total
+
+
+def _grouped(
+    n: _Nodes, x: str, indices: str, scores: str, total: str, weights: dict[str, list[str]], experts: int, k: int
+) -> str:
+    flat = n("Reshape", indices, [-1])
+    order = n("TopK", flat, n("Shape", flat), outputs=2, largest=0)[1]
+    token = n("Div", order, k)
+    counts = n("ReduceSum", n("OneHot", indices, experts, [0, 1], axis=-1), [0, 1], keepdims=0)
+
+    def product(x: str, part: str) -> str:
+        rows = n("Split", x, counts, outputs=experts, axis=0)
+        return n("Concat", *(n("MatMul", *one) for one in zip(rows, weights[part], strict=True)), axis=0)
+
+    rows = n("Gather", x, token, axis=0)
+    gate = product(rows, "gate")
+    y = product(n("Mul", n("Mul", gate, n("Sigmoid", gate)), product(rows, "up")), "down")
+    update = n("Mul", y, n("Unsqueeze", n("Gather", n("Reshape", scores, [-1]), order, axis=0), [1]))
+    return n("ScatterND", total, n("Unsqueeze", token, [1]), update, reduction="add")

@@ -138,3 +138,14 @@ def test_scores_that_hang_on_more_than_the_choices_decline(tmp_path):
     model = mixtures.decoder("weighed", change=lambda e, y, n: n("Mul", y, n("Sigmoid", "mixture.Reshape_1_0")))
     program, _ = converted(model, tmp_path)
     assert list(record(program)["declined"]) == ["5 alike experts that no router's indices and scores alone add up"]
+
+
+def test_a_sum_of_another_shape_than_its_rows_declines(tmp_path):
+    """[1, tokens, width] of [tokens, width], where something else than a Reshape reads it."""
+
+    def change(e, y, n):
+        return n("Unsqueeze", y, [0]) if e is not None else n("Tanh", y)
+
+    model = mixtures.decoder("weighed", change=change)
+    program, _ = converted(model, tmp_path)
+    assert list(record(program)["declined"]) == ["the sum has another shape than what the experts read"]
