@@ -30,7 +30,7 @@ def test_onnxruntime_runs_such_a_graph_where_every_expert_is_hit_and_only_there(
     hit_all, one = np.random.default_rng(1).integers(0, toy.VOCAB, 16).tolist(), [3]
     model = mixtures.decoder("hit")
     np.testing.assert_array_equal(toy.expected(model, hit_all), toy.expected(mixtures.decoder("gathered"), hit_all))
-    with pytest.raises(Exception, match="[Ss]plit"):
+    with pytest.raises(Exception, match=r"[Ss]plit"):
         toy.expected(model, one)
 
 
@@ -39,7 +39,7 @@ def test_a_trace_that_lacks_experts_is_refused(tmp_path):
     depth = next(node for node in model.graph.node if node.op_type == "OneHot").input[1]
     toy.replace(model, depth, toy.numpy_helper.from_array(np.array(mixtures.EXPERTS + 2)))
     toy.write(tmp_path / "source", model)
-    with pytest.raises(ConvertError, match="5 of 7 experts were hit where the model was traced.*sequence_length"):
+    with pytest.raises(ConvertError, match=r"5 of 7 experts were hit where the model was traced.*sequence_length"):
         convert(tmp_path / "source", "model.onnx", tmp_path / "out", progress=False)
 
 
