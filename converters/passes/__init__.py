@@ -2,7 +2,8 @@
 
 1. fold: what depends on constants alone is computed now; later rewrites then see constants where exporters wrote
 chains.
-   experts: before the rewrites that walk the graph, which they can't while the sizes of a step depend on its values.
+   experts, grouped: before the rewrites that walk the graph, which they can't while the sizes of a step depend on its
+   values. (hit is none of these: it is done to the graph before anything is compared with it.)
 2. positions: a graph that takes positions from the length of its cache gets an input for them, so that it runs over a
 buffer;
    before settle, which would leave fewer nodes to tell positions from columns by.
@@ -16,6 +17,7 @@ buffer;
 6. linear, quantized: products with a constant matrix become layers; flat: these take rows of any shape; joined: those
    of one input become one.
 7. norms, rotary, gates: one node for what exporters write in several; parted: after rotary, which looks for slices.
+   chosen: after all that make an expert's products and activation one node each.
 8. attention: after settle, which leaves of the repeated keys and of the reshapes only what matters; the past and the
    present become pools, and the mask, which nothing reads any more, goes. group_query: the same for the operator that
    brings its rotation.
