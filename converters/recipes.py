@@ -25,6 +25,7 @@ _PRODUCTS = ("mlx.linear", "mlx.switch_linear")
 _ACTIVATIONS = (
     "mlx.gate",
     "mlx.activate",
+    "mlx.expert_activation",
     "Sigmoid-",
     "Tanh-",
     "Relu-",

@@ -14,8 +14,8 @@ buffer;
    unpacked: onnxruntime's Attention gives its projections away, before linear, which makes a layer of them.
 5. integers: before embedding and linear, which take what is left of its weights in floats.
    embedding: before linear, so that a head tied to the embedding finds its table.
-6. linear, quantized: products with a constant matrix become layers; flat: these take rows of any shape; joined: those
-   of one input become one.
+6. linear, quantized: products with a constant matrix become layers; opened: those of a mixture in one operator too.
+   flat: these take rows of any shape; joined: those of one input become one.
 7. norms, rotary, gates: one node for what exporters write in several; parted: after rotary, which looks for slices.
    chosen: after all that make an expert's products and activation one node each.
 8. attention: after settle, which leaves of the repeated keys and of the reshapes only what matters; the past and the
@@ -46,6 +46,7 @@ from converters.passes.last import last
 from converters.passes.linear import linear
 from converters.passes.narrow import narrow
 from converters.passes.norms import norms
+from converters.passes.opened import opened
 from converters.passes.parted import parted
 from converters.passes.positions import positions
 from converters.passes.quantized import quantized
@@ -73,6 +74,7 @@ IN_GRAPH: tuple[Rewrite, ...] = (
     embedding,
     linear,
     quantized,
+    opened,
     flat,
     joined,
     norms,

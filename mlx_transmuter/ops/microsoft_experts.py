@@ -79,6 +79,29 @@ def _activated(kind: str, first: mx.array, third: mx.array | None, fusion: int, 
     return swiglu(gate, up)
 
 
+@op("mlx.router")
+def router(router_probs, router_weights=None, *, k: int, normalize: int = 0):
+    """The k best experts of each token by router_probs [tokens, experts], logits: their indices, int32 [tokens, k], and
+    their scores, float32. com.microsoft MoE-1 and QMoE-1, without the experts.
+
+    router_weights: [tokens, experts], the scores in place of softmax(router_probs). normalize: whether they are made to
+    add up to 1.
+    """
+    return _routes(router_probs, router_weights, k, bool(normalize))
+
+
+@op("mlx.expert_activation")
+def expert_activation(
+    first, third=None, *, kind: str, fusion: int = 0, limit: float | None = None, alpha=1.0, beta=0.0, after: int = 0
+):
+    """What com.microsoft MoE-1 computes of its first projection [..., inner], and of its third, before the second.
+
+    kind: its activation_type; fusion: 1 where swiglu's halves are interleaved in first, 2 where one stands after the
+    other; limit, alpha, beta, after: swiglu_limit, activation_alpha, activation_beta, swiglu_limit_after_activation.
+    """
+    return _activated(kind, first, third, fusion, Swiglu(limit, alpha, beta, bool(after)))
+
+
 def _mixture(x, routes, first: Projection, second: Projection, third: Projection | None, activate) -> mx.array:
     """The experts' results for x [..., hidden], added up by their weights."""
     chosen, weights = routes
