@@ -112,7 +112,7 @@ def step(program: Program, signature: Signature, rows: int, past: int, seq: int)
         axes = (signature.position_axes,) if signature.position_axes else ()
         inputs[signature.positions] = mx.broadcast_to(mx.arange(past, past + seq, dtype=mx.int32), (*axes, rows, seq))
     if signature.keep:
-        inputs[signature.keep] = np.zeros([1] * len(values[signature.keep].shape or ()), np.int64)
+        inputs[signature.keep] = np.zeros(signature.keep_shape, np.int64)
     return inputs
 
 

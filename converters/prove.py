@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -36,6 +37,14 @@ def rounds(program: Program) -> bool:
     """Whether the graph rounds activations to 8 bits, by fixed scales or by those of a step."""
     kinds = ("QuantizeLinear-", "com.microsoft.QuantizeLinear-")
     return is_dynamic(program) or any(node.op.startswith(kinds) for node in program.all_nodes())
+
+
+def tolerance(program: Program) -> float:
+    """How far logits may be off, by the lowest float type that the weights or the cache have."""
+    kinds = {weight.dtype for weight in program.weights.values() if math.prod(weight.shape) > 1}
+    kinds |= {value.dtype for value in (*program.inputs, *program.outputs)}
+    kinds |= {"dynamic"} if rounds(program) else set()
+    return max(limit for kind, limit in TOLERANCES.items() if kind in kinds or kind == "float32")
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,7 @@ def _plain_row(module: Module, signature: Signature, parts: list[list[int]], eag
         if signature.branch:
             feed[signature.branch] = np.array([length > 0])
         if signature.keep:
-            feed[signature.keep] = np.zeros([1] * len(inputs[signature.keep].shape or ()), np.int64)
+            feed[signature.keep] = np.zeros(signature.keep_shape, np.int64)
         given = (module.eagerly if eager else module)(**feed)
         cache = {one.past: given[one.present] for one in signature.carried}
         length += len(part)

@@ -27,12 +27,12 @@ class Signature:
     """What generation gives to a decoder and reads from it. Names are None where the graph has no such input.
 
     tokens: input_ids or inputs_embeds. position_axes: 0 for position_ids [rows, seq], else the size of their first
-    axis. keep: the input that says of how many last positions the graph gives logits (0: all). entries, states: what
-    the graph carries from step to step, with and without an axis of positions; without either it reads its whole prefix
-    at each step. index: whether the program reads and writes pools, by an index; its pasts are then pools and its
-    presents the new ones. ends: whether it gives logits of the tokens that are asked for alone, [rows, k, vocab].
-    vocab: the size of the vocabulary, the last axis of the logits. one_row: whether the graph says that it takes one
-    row. given: the other inputs, which a task gives (the outputs of an encoder).
+    axis. keep: the input that says of how many last positions the graph gives logits (0: all), int64 of keep_shape.
+    entries, states: what the graph carries from step to step, with and without an axis of positions; without either it
+    reads its whole prefix at each step. index: whether the program reads and writes pools, by an index; its pasts are
+    then pools and its presents the new ones. ends: whether it gives logits of the tokens that are asked for alone,
+    [rows, k, vocab]. vocab: the size of the vocabulary, the last axis of the logits. one_row: whether the graph says
+    that it takes one row. given: the other inputs, which a task gives (the outputs of an encoder).
     """
 
     tokens: str
@@ -42,6 +42,7 @@ class Signature:
     position_axes: int
     branch: str | None
     keep: str | None
+    keep_shape: tuple[int, ...]
     entries: tuple[Entry, ...]
     states: tuple[State, ...]
     logits: str
@@ -65,6 +66,7 @@ class Signature:
         if tokens is None:
             raise SignatureError(f"the inputs {listed(inputs)}", "input_ids or inputs_embeds")
         positions = inputs.get(POSITIONS)
+        keep = next((name for name in KEEP if name in inputs), None)
         axes = 0
         if positions is not None and positions.shape is not None and len(positions.shape) == 3:
             axes = positions.shape[0] if isinstance(positions.shape[0], int) else 3
@@ -78,7 +80,8 @@ class Signature:
             mask=MASK if MASK in inputs else None,
             positions=POSITIONS if positions is not None else None,
             position_axes=axes,
-            keep=next((name for name in KEEP if name in inputs), None),
+            keep=keep,
+            keep_shape=(1,) * len(inputs[keep].shape or ()) if keep else (),
             branch=BRANCH if BRANCH in inputs else None,
             entries=tuple(part for part in parts if isinstance(part, Entry)),
             states=tuple(part for part in parts if isinstance(part, State)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from converters.match import Answer, Become, Graph, is_kind
 from mlx_transmuter.program import Node
@@ -12,7 +13,7 @@ _SWAPPED = [0, 2, 1, 3]
 
 def heads(graph: Graph) -> Iterator[Answer]:
     """Transpose(Reshape(x, [0, 0, heads, dim])) → mlx.split_heads; Reshape(Transpose(x), [0, 0, heads · dim]) →
-    mlx.merge_heads. A step of one token then moves nothing."""
+    mlx.merge_heads, which attention over pools does itself. A step of one token then moves nothing."""
     for node in graph.nodes:
         if is_kind(node, "Transpose") and _swaps(node):
             split = graph.producer(node.inputs[0], "Reshape")
@@ -22,7 +23,15 @@ def heads(graph: Graph) -> Iterator[Answer]:
                 yield Become(node, (made,))
         elif is_kind(node, "Reshape"):
             turned = graph.producer(node.inputs[0], "Transpose")
-            if turned is not None and _swaps(turned) and len(_shape(graph, node)) == 3:
+            if turned is None or not _swaps(turned) or len(_shape(graph, node)) != 3:
+                continue
+            source = graph.producer(turned.inputs[0], "mlx.attention")
+            alone = source is not None and graph.only_consumer(source.outputs[0]) is turned
+            if source is not None and alone and graph.only_consumer(turned.outputs[0]) is node:
+                outputs = (node.outputs[0], *source.outputs[1:])
+                yield Become(source, (replace(source, outputs=outputs, attrs={**source.attrs, "merge": 1}),))
+                yield Become(node, ())
+            else:
                 yield Become(node, (Node("mlx.merge_heads", turned.inputs, node.outputs, name=node.name),))
 
 

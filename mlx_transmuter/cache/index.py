@@ -258,10 +258,10 @@ class CacheIndex:
 
         Slots come in blocks of `block`, and in the pool a block of each head follows the other: head h of slot s is at
         (s // block · n + h) · block + s mod block. With block the number of slots that is h · slots + s. The pool's
-        slots are whole blocks. extend takes values [batch · n, seq, dim] and gives seen [batch · n, context, dim],
-        which reshapes to [batch, n, context, dim] without a copy. An index of `rows` without tables of blocks stays a
-        slice of the pool where block is its context before any narrow: then the pool is [batch, n, context, dim] as it
-        lies. Raises CacheError for an n or a block below 1.
+        slots are whole blocks. extend takes values [batch · n, seq, dim], or [batch, n, seq, dim] as they are, and
+        gives seen [batch · n, context, dim], which reshapes to [batch, n, context, dim] without a copy. An index of
+        `rows` without tables of blocks stays a slice of the pool where block is its context before any narrow: then
+        the pool is [batch, n, context, dim] as it lies. Raises CacheError for an n or a block below 1.
         """
         n = integer("CacheIndex.heads: n", n, 1)
         block = integer("CacheIndex.heads: block", block, 1, INT32_MAX // n)
@@ -341,12 +341,14 @@ class CacheIndex:
         """
         values, pool = self._matching("CacheIndex.extend", values, pool)
         pool = self._store(values, pool)
-        if self._table is None and self._columns is None and self._every == 1:
+        if self._table is not None and self._sees is None:
+            return self._read(pool, zero), pool
+        values = values.reshape(self.batch, self.seq, *pool.shape[1:])
+        if self._table is not None:
+            return mx.concatenate([self._read(pool, zero), values], axis=1), pool
+        if self._columns is None and self._every == 1:
             return values, pool
-        if self._table is None:
-            return read_rows(values.reshape(self.batch * self.seq, *pool.shape[1:]), self._sources, self._live), pool
-        seen = self._read(pool, zero)
-        return (seen if self._sees is None else mx.concatenate([seen, values], axis=1)), pool
+        return read_rows(values.reshape(self.batch * self.seq, *pool.shape[1:]), self._sources, self._live), pool
 
     def store(self, values: Any, pool: Any) -> mx.array:
         """The pool' of extend alone."""
@@ -466,7 +468,10 @@ class CacheIndex:
         if pool.ndim == 0:
             raise CacheError(where, "a pool of shape []", "an axis of slots")
         wanted = (self.batch, self.seq, *pool.shape[1:])
-        if values.shape != wanted or values.dtype != pool.dtype:
+        found = values.shape
+        if values.ndim == pool.ndim + 2:  # lanes and heads apart
+            found = (found[0] * found[1], *found[2:])
+        if found != wanted or values.dtype != pool.dtype:
             found = f"values of shape {list(values.shape)} and {values.dtype}"
             raise CacheError(where, found, f"{list(wanted)} and {pool.dtype}, as index and pool have them")
         return values, pool

@@ -40,7 +40,7 @@ def prompt_inputs(model: Any, batch_size: int, length: int) -> tuple[dict[str, A
     if signature.branch:
         static[signature.branch] = np.array([False])
     if signature.keep:
-        static[signature.keep] = np.zeros([1] * len(declared[signature.keep].shape or ()), np.int64)
+        static[signature.keep] = np.zeros(signature.keep_shape, np.int64)
     if signature.ends:
         found[ENDS] = places
     if signature.index:

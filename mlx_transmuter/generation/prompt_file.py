@@ -117,6 +117,8 @@ def header(path: str | os.PathLike[str]) -> Header:
 
 def load(header: Header, store: Store, module: Module, vocab: int) -> None:
     """Fills an empty store with the blocks of the file. Raises GenerationError for what doesn't fit it."""
+    if header.fingerprint != (own := fingerprint(module)):
+        raise _refused(header, f"the fingerprint {header.fingerprint[:16]}", f"this model's, {own[:16]}")
     _, shape = header.tensors.get("before", (mx.int32, ()))
     count = shape[0] if shape else 0
     wanted = {"before": (mx.int32, (count,)), "tokens": (mx.int32, (count, store.block))}
@@ -127,8 +129,6 @@ def load(header: Header, store: Store, module: Module, vocab: int) -> None:
     }
     if header.tensors != wanted:
         raise _refused(header, _shapes(header.tensors), _shapes(wanted))
-    if header.fingerprint != (own := fingerprint(module)):
-        raise _refused(header, f"the fingerprint {header.fingerprint[:16]}", f"this model's, {own[:16]}")
     slots = count * store.block
     if store.limit is not None and slots > store.limit:
         raise _refused(header, f"{slots} tokens", f"at most the limit of {store.limit}", "raise the limit")

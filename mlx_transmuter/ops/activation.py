@@ -4,6 +4,7 @@ import math
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.exponential import sigmoid_times
 from mlx_transmuter.ops.registry import OperatorError, op
 
 
@@ -149,7 +150,7 @@ def selu(x, *, alpha=1.67326319217681884765625, gamma=1.05070102214813232421875)
 def gelu(x, *, approximate="none"):
     """x * Phi(x) by the error function, or by tanh with approximate="tanh". ONNX Gelu-20."""
     if approximate == "tanh":
-        return 0.5 * x * (1 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+        return sigmoid_times(math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x), x)  # (1 + tanh u) / 2 = sigmoid(2u)
     if approximate == "none":
         return 0.5 * x * (1 + mx.erf(x * math.sqrt(0.5)))
     raise OperatorError(f"the approximation {approximate!r}", "none or tanh")
@@ -158,13 +159,13 @@ def gelu(x, *, approximate="none"):
 @op("Swish-24")
 def swish(x, *, alpha=1.0):
     """x * sigmoid(alpha * x). ONNX Swish-24."""
-    return x * mx.sigmoid(alpha * x)
+    return sigmoid_times(x if alpha == 1 else alpha * x, x)
 
 
 @op("SwiGLU-28")
 def swiglu(gate, x, *, alpha=1.0):
     """gate * sigmoid(alpha * gate) * x. ONNX SwiGLU-28."""
-    return gate * mx.sigmoid(alpha * gate) * x
+    return swish(gate, alpha=alpha) * x
 
 
 @op("Softplus-1")

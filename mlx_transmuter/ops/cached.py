@@ -6,6 +6,7 @@
 import mlx.core as mx
 
 from mlx_transmuter.cache import PackedPool
+from mlx_transmuter.ops.exponential import softmax_parts
 from mlx_transmuter.ops.registry import op
 
 
@@ -35,50 +36,54 @@ def alibi(index, seen, *, slopes):
 
 
 @op("mlx.attention")
-def attention(q, k, v, keys, values, lanes, seen, sinks=None, *, scale: float, softcap: float = 0.0):
+def attention(q, k, v, keys, values, lanes, seen, sinks=None, *, scale: float, softcap: float = 0.0, merge: int = 0):
     """Attention of q over what the cache holds, this step's k and v included: (output, keys', values').
 
     q [rows, heads, seq, dim]; k, v [rows, kv, seq, dim]; keys, values: pools [kv · slots, dim], or PackedPools; without
     values, keys is one pool for both, [2 kv · slots, dim] or [kv · slots, 2 dim], and (output, keys') comes back. seen:
     bool [rows, 1, seq, context] or an additive mask [rows, heads, seq, context]. sinks [heads]: a score of no column in
-    each softmax. softcap: scores become c · tanh(score / c). The output is [rows, heads, seq, dim]; heads share the
-    keys of heads / kv heads. q may come as [rows · heads, seq, dim]; so does the output then.
+    each softmax. softcap: scores become c · tanh(score / c). The output is [rows, heads, seq, dim], with merge [rows,
+    seq, heads · dim]; heads share the keys of heads / kv heads. q may come as [rows · heads, seq, dim]; so does the
+    output then, without merge.
     """
     rows, kv, seq, dim = k.shape
-    if q.ndim == 3:
-        out, *pools = attention(
-            q.reshape(rows, -1, seq, dim), k, v, keys, values, lanes, seen, sinks, scale=scale, softcap=softcap
-        )
-        return (out.reshape(q.shape[0], seq, -1), *pools)
+    flat = q.ndim == 3
+    heads = q.shape[0] // rows if flat else q.shape[1]
     if values is None:
         k, v, *pools = _both(k, v, keys, lanes)
     else:
-        k, keys = _extended(lanes, k.reshape(rows * kv, seq, dim), keys)
-        v, values = _extended(lanes, v.reshape(rows * kv, seq, v.shape[3]), values)
+        k, keys = _extended(lanes, k, keys)
+        v, values = _extended(lanes, v, values)
         pools = (keys, values)
     seen = seen if seen.dtype == mx.bool_ else seen.astype(q.dtype)
     sinks = None if sinks is None else sinks.astype(q.dtype)
     if softcap or not _has_kernel():
-        return _explicit(q, k, v, seen, sinks, scale, softcap), *pools
-    k, v = (held.reshape(rows, kv, -1, held.shape[2]) for held in (k, v))
-    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=seen, sinks=sinks), *pools
+        out = _explicit(q.reshape(k.shape[0], -1, dim), k, v, seen, sinks, scale, softcap, (rows, heads, seq))
+    else:
+        k, v = (held.reshape(rows, kv, -1, held.shape[2]) for held in (k, v))
+        q = q.reshape(rows, heads, seq, dim)
+        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=seen, sinks=sinks)
+    if merge and seq > 1:
+        out = out.reshape(rows, heads, seq, -1).swapaxes(1, 2)
+    shape = (rows, seq, -1) if merge else (rows * heads, seq, -1) if flat else (rows, heads, seq, -1)
+    return out.reshape(shape), *pools
 
 
 def _both(k, v, pool, lanes):
     """What the cache holds of keys and of values in one pool, k and v included, each [rows · kv, context, dim], and
     the pool.
     """
-    rows, _, seq, dim = k.shape
+    dim = k.shape[3]
     width = pool.packing.dim if isinstance(pool, PackedPool) else pool.shape[1]
     axis = 1 if width == dim else 3  # values after the keys of all heads, or after those of each
     new = mx.concatenate([k, v], axis=axis)
-    held, pool = _extended(lanes, new.reshape(-1, seq, new.shape[3]), pool)
-    held = held.reshape(rows, new.shape[1], -1, new.shape[3])
+    held, pool = _extended(lanes, new, pool)
+    held = held.reshape(*new.shape[:2], -1, new.shape[3])
     return *(part.reshape(-1, *part.shape[2:]) for part in mx.split(held, [k.shape[axis]], axis=axis)), pool
 
 
 def _extended(lanes, values, pool):
-    """lanes.extend of values [lanes, seq, dim]: (seen, pool')."""
+    """lanes.extend of values [rows, heads, seq, dim]: (seen, pool')."""
     # The pools of a run are its own and hold no NaN, so columns that nobody sees needn't be made zero.
     if isinstance(pool, PackedPool):
         return pool.extend(lanes, values, zero=False)
@@ -92,28 +97,31 @@ def _has_kernel() -> bool:
     return mx.default_device() != mx.cpu
 
 
-def _explicit(q, k, v, seen, sinks, scale: float, softcap: float):
+def _explicit(q, k, v, seen, sinks, scale: float, softcap: float, sizes: tuple[int, int, int]):
     """Attention written out, one product for all the query heads that share a key's head.
 
-    k, v: [rows · kv, context, dim].
+    q: [rows · kv, queries, dim], as is the output; k, v: [rows · kv, context, dim]. sizes: (rows, heads, seq).
     """
-    rows, heads, seq, dim = q.shape
-    scores = (q * scale).reshape(k.shape[0], -1, dim) @ k.swapaxes(1, 2)
+    if q.shape[1] <= 4 and k.shape[1] >= 512:  # BLAS copies the right side, so that is the short one
+        scores = (k @ q.swapaxes(1, 2)).swapaxes(1, 2) * scale
+    else:
+        scores = q @ k.swapaxes(1, 2) * scale
     if softcap:
         scores = mx.tanh(scores * (1 / softcap)) * softcap
     shape = scores.shape
     if seen.shape[:3] == (1, 1, 1):  # one token sees the same in all heads
         seen = seen.squeeze(0)
     else:
-        scores = scores.reshape(rows, heads, seq, -1)
+        scores = scores.reshape(*sizes, -1)
     lowest = mx.array(mx.finfo(scores.dtype).min, scores.dtype)
     scores = mx.where(seen, scores, lowest) if seen.dtype == mx.bool_ else scores + seen
     if sinks is not None:
-        sinks = mx.broadcast_to(sinks[:, None, None], (rows, heads, seq, 1))
-        scores = mx.concatenate([scores.reshape(rows, heads, seq, -1), sinks], axis=-1)
-    weights = mx.softmax(scores, axis=-1, precise=True)
+        sinks = mx.broadcast_to(sinks[:, None, None], (*sizes, 1))
+        scores = mx.concatenate([scores.reshape(*sizes, -1), sinks], axis=-1)
+    weights, sums = softmax_parts(scores)
     weights = weights if sinks is None else weights[..., :-1]
-    return (weights.reshape(shape) @ v).reshape(rows, heads, seq, -1)
+    out = weights.reshape(shape) @ v
+    return out if sums is None else out / sums.reshape(*out.shape[:2], 1)
 
 
 @op("mlx.last")

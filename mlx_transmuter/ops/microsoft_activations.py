@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from mlx_transmuter.ops import activation
-from mlx_transmuter.ops.activation import gelu
+from mlx_transmuter.ops.activation import gelu, swish
 from mlx_transmuter.ops.registry import Host, OperatorError, op
 
 # The activations that fused convolutions and products name, each with the names of its parameters in order.
@@ -57,14 +57,14 @@ def fast_gelu(x, bias=None):
 @op("com.microsoft.QuickGelu-1")
 def quick_gelu(x, *, alpha: float = 1.702):
     """x · sigmoid(alpha · x), any shape. com.microsoft QuickGelu-1."""
-    return x * mx.sigmoid(alpha * x)
+    return swish(x, alpha=alpha)
 
 
 @op("com.microsoft.ScaledSiLU-1")
 def scaled_silu(x, scale=None, *, alpha: float = 1.0):
     """z · sigmoid(z) of z = scale · x, scale being alpha where absent. com.microsoft ScaledSiLU-1."""
     z = (x.astype(mx.float32) * (alpha if scale is None else scale.astype(mx.float32).reshape(()))).astype(x.dtype)
-    return z * mx.sigmoid(z)
+    return swish(z)
 
 
 @op("com.microsoft.SwiGLU-1")
@@ -87,7 +87,7 @@ def swiglu(
     gate, up = gate.astype(mx.float32), up.astype(mx.float32)
     if limit > 0:
         gate, up = mx.minimum(gate, limit), mx.clip(up, -limit, limit)
-    gated = gate * mx.sigmoid(activation_alpha * gate)
+    gated = swish(gate, alpha=activation_alpha)
     gated = gated.astype(dtype).astype(mx.float32) if round_activation else gated
     return (gated * (up + activation_beta)).astype(dtype)
 

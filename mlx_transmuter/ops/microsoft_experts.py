@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_transmuter.ops.activation import gelu
+from mlx_transmuter.ops.activation import gelu, swish
 from mlx_transmuter.ops.experts import combine, dispatch, product, quantized_product
 from mlx_transmuter.ops.microsoft_blocks import affine, dequantized, unpack
 from mlx_transmuter.ops.registry import OperatorError, op
@@ -38,7 +38,7 @@ _ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     "relu": lambda x: mx.maximum(x, 0),
     "relu2": lambda x: mx.square(mx.maximum(x, 0)),
     "gelu": lambda x: gelu(x, approximate="tanh"),
-    "silu": lambda x: x * mx.sigmoid(x),
+    "silu": swish,
     "identity": lambda x: x,
 }
 
@@ -53,9 +53,9 @@ class Swiglu(NamedTuple):
 
     def __call__(self, gate: mx.array, up: mx.array) -> mx.array:
         if self.limit is None:
-            return gate * mx.sigmoid(self.alpha * gate) * (up + self.beta)
+            return swish(gate, alpha=self.alpha) * (up + self.beta)
         gate = gate if self.after else mx.minimum(gate, self.limit)
-        gated = gate * mx.sigmoid(self.alpha * gate)
+        gated = swish(gate, alpha=self.alpha)
         gated = mx.minimum(gated, self.limit) if self.after else gated
         return gated * (mx.clip(up, -self.limit, self.limit) + self.beta)
 

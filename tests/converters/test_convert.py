@@ -19,7 +19,7 @@ from conftest import FIXTURES
 from onnx import TensorProto, helper, numpy_helper
 
 from converters import convert as convert_file
-from converters import prove
+from converters import prove, trials
 from converters.convert import convert
 from converters.errors import ConvertError
 from mlx_transmuter import weights
@@ -376,7 +376,7 @@ STAGES = {
     "reading": (convert_file, "read"),
     "naming": (convert_file, "name_weights"),
     "copying the configuration": (shutil, "copyfile"),
-    "rewriting": (convert_file, "rewrite"),
+    "rewriting": (trials, "rewrite"),
     "saving the weights": (mx, "save_safetensors"),
     "loading the weights": (weights, "load"),
     "running the graph": (prove, "plain"),

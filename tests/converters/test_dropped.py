@@ -12,7 +12,7 @@ from conftest import FIXTURES, golden
 from decoding import decoded, tokens_of
 
 from converters import convert as convert_file
-from converters import prove
+from converters import prove, trials
 from converters.convert import convert
 from converters.errors import ConvertError
 from converters.match import Become
@@ -96,7 +96,7 @@ def test_a_mode_that_gives_no_numbers_is_not_taken_and_is_recorded(source, out, 
 
 @pytest.mark.parametrize("what", ["numbers", "a node that cannot run", "no result", "a value that nothing gives"])
 def test_a_wrong_rewrite_over_pools_leaves_the_graph_its_past(out, monkeypatch, what):
-    monkeypatch.setattr(convert_file, "OVER_POOLS", (*convert_file.OVER_POOLS, WRONG[what]))
+    monkeypatch.setattr(trials, "OVER_POOLS", (*trials.OVER_POOLS, WRONG[what]))
     convert(FIXTURES / "llama", "model.onnx", out, progress=False)
     model = load_folder(out)
     record = {one["name"]: one for one in model.decoder.program.meta["rewrites"]}

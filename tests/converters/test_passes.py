@@ -317,10 +317,20 @@ def test_products_that_differ_stay_apart(change):
 def test_heads_are_parted_and_joined_in_one_node_each():
     program = before("llama", heads)
     after, record = apply(program, heads)
-    assert record.held == 8
+    assert record.held == 10
     kinds = [node.op for node in after.nodes]
-    assert (kinds.count("mlx.split_heads"), kinds.count("mlx.merge_heads")) == (6, 2)
+    assert (kinds.count("mlx.split_heads"), kinds.count("mlx.merge_heads")) == (6, 0)
+    assert [node.attrs["merge"] for node in after.nodes if node.op == "mlx.attention"] == [1, 1]
     assert not any(node.op.startswith("Transpose") and node.attrs["perm"] == [0, 2, 1, 3] for node in after.nodes)
+
+
+def test_heads_that_something_else_reads_are_joined_by_a_node_of_their_own():
+    program = before("llama", heads)
+    read = next(node for node in program.nodes if node.op == "mlx.attention").outputs[0]
+    after, _ = apply(replace(program, nodes=[*program.nodes, Node("Abs-6", (read,), ("too",))]), heads)
+    kinds = [(node.op, node.attrs.get("merge")) for node in after.nodes]
+    assert kinds.count(("mlx.merge_heads", None)) == 1
+    assert kinds.count(("mlx.attention", 1)) == 1
 
 
 def test_queries_keys_and_values_are_parted_once_and_queries_and_keys_rotated_once():
@@ -362,7 +372,8 @@ def test_a_transpose_of_something_else_is_no_parting_into_heads(change):
         node = next(node for node in program.nodes if node.op.startswith("Reshape") and ".shape" in node.inputs[1])
         shape = program.constants[node.inputs[1]]
         program.constants[node.inputs[1]] = np.array([1, *shape[1:]])
-    assert apply(program, heads)[1].held == 7
+    after = apply(program, heads)[0].nodes
+    assert sum(node.op == "mlx.split_heads" or node.attrs.get("merge", 0) for node in after) == 7
 
 
 def test_a_rewrite_replaces_the_root_alone_and_what_nothing_reads_falls():

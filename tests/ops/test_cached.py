@@ -124,3 +124,30 @@ def test_last_takes_the_tokens_that_ends_names():
     x = mx.arange(2 * 3 * 2).reshape(2, 3, 2).astype(mx.float32)
     assert np.array_equal(np.array(last(x, mx.array([[2], [0]]))), [[[4, 5]], [[6, 7]]])
     assert np.array_equal(np.array(last(x, mx.array([[0, 2], [1, 1]]))), [[[0, 1], [4, 5]], [[8, 9], [8, 9]]])
+
+
+@pytest.mark.parametrize("merge", [0, 1])
+@pytest.mark.parametrize("seq", [1, 2, 3, 130])
+@pytest.mark.parametrize("context", [511, 512, 700])
+def test_few_and_many_queries_over_many_columns(context, seq, merge):
+    """Of the shapes that the CPU multiplies the other way round, and of those whose exponentials are its own."""
+    draw = np.random.default_rng(context + seq)
+    rows, block = 2, 1024
+    held = [draw.normal(size=(rows, KV, block, DIM)).astype(np.float32) for _ in "kv"]
+    pools = [mx.array(x.reshape(-1, DIM)) for x in held]
+    q = draw.normal(size=(rows, HEADS, seq, DIM)).astype(np.float32)
+    new = [draw.normal(size=(rows, KV, seq, DIM)).astype(np.float32) for _ in "kv"]
+    lengths = np.array([context - seq, 300])
+    pos = (lengths[:, None] + np.arange(seq)).astype(np.int32)
+    index = CacheIndex.rows(block, [0] * rows).narrow(context).at(pos)
+    out, *_ = attention(
+        *map(mx.array, (q, *new)), *pools, index.heads(KV, block), visible(index), scale=0.4, merge=merge
+    )
+    out = np.array(out)
+    assert out.shape == ((rows, seq, HEADS * DIM) if merge else (rows, HEADS, seq, DIM))
+    out = out.reshape(rows, seq, HEADS, DIM) if merge else out.swapaxes(1, 2)
+    for row in range(rows):
+        k, v = (np.concatenate([x[row, :, : lengths[row]], y[row]], axis=1) for x, y in zip(held, new, strict=True))
+        for i in range(seq):
+            want = plain(q[row, :, i], k, v, pos[row, i], 0.4)
+            np.testing.assert_allclose(out[row, i], want, rtol=2e-5, atol=2e-5)
