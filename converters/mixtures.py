@@ -234,7 +234,7 @@ def _common(graph: Graph, seen: Observation, order: dict[int, int], name: str, c
         if shapes is None:
             return None
         if all(math.prod(s) * count == math.prod(w) and s[-1] == w[-1] for s, w in zip(shapes, whole, strict=True)):
-            found = behind(graph, seen, order, name, {source}, _MOST)
+            found = behind(graph, seen.seen[0], order, name, {source}, _MOST)
             if found is None:
                 return None
             x = mx.random.normal(shapes[0], key=mx.random.key(0)).astype(seen.seen[0][source].dtype)

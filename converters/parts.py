@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from converters.match import Graph
-from converters.observe import Observation
 from mlx_transmuter.module import Module
 from mlx_transmuter.ops import OperatorError
 from mlx_transmuter.program import Node, Program, Value
@@ -19,10 +18,10 @@ def is_kind_of(node: Node, kinds: tuple[str, ...]) -> bool:
 
 
 def behind(
-    graph: Graph, seen: Observation, order: dict[int, int], output: str, cuts: set[str], most: int
+    graph: Graph, trial: dict[str, Any], order: dict[int, int], output: str, cuts: set[str], most: int
 ) -> tuple[list[Node], dict[str, np.ndarray]] | None:
-    """The nodes that compute the output of the cuts, and the shapes that they read of other values, in the first trial;
-    None where other values go into it, or too many nodes.
+    """The nodes that compute the output of the cuts, and the shapes that they read of other values in that trial of an
+    observation; None where other values go into it, or too many nodes.
     """
     nodes: dict[int, Node] = {}
     shapes: dict[str, np.ndarray] = {}
@@ -33,7 +32,7 @@ def behind(
         if not name or name in cuts or graph.constant(name) is not None or (node is not None and id(node) in nodes):
             continue
         if node is not None and is_kind_of(node, ("Shape", "Size")):
-            found = seen.seen[0].get(name)
+            found = trial.get(name)
             if not isinstance(found, np.ndarray):
                 return None
             shapes[name] = found

@@ -23,6 +23,8 @@ from mlx_transmuter.program import Node
 _SUMS, _INDICES, _SCORES = 12, 3, 5
 # The most nodes of a router and a sum, for each expert.
 _MOST = 60
+# How many numbers the experts may give in a trial, if a smaller one has fewer.
+_NUMBERS = 2**24
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ def routing(graph: Graph, seen: Observation, order: dict[int, int], mixture: Mix
     """How the mixture is routed; or why it stays as it is."""
     rows = [math.prod(shape[:-1]) for shape in seen.shapes(mixture.x) or ()]
     width = (seen.shapes(mixture.outputs[0]) or [()])[0][-1:]
+    fits = [i for i, count in enumerate(rows) if count * mixture.count * math.prod(width) <= _NUMBERS]
+    trial = seen.seen[max(fits, key=lambda i: rows[i]) if fits else rows.index(min(rows))]
     tried = False
     for root, reached in _reached(graph, order, mixture):
         shapes = seen.shapes(root.outputs[0]) or []
@@ -56,11 +60,11 @@ def routing(graph: Graph, seen: Observation, order: dict[int, int], mixture: Mix
                 if seen.shapes(index)[0][-1] != seen.shapes(score)[0][-1]:  # type: ignore[index]
                     continue
                 cuts = {*mixture.outputs, index, score}
-                found = behind(graph, seen, order, root.outputs[0], cuts, _MOST * mixture.count)
+                found = behind(graph, trial, order, root.outputs[0], cuts, _MOST * mixture.count)
                 if found is None:
                     continue
                 tried = True
-                if _adds_up(graph, seen, mixture, *found, root.outputs[0], index, score):
+                if _adds_up(graph, trial, mixture, *found, root.outputs[0], index, score):
                     return Routing(root, index, score)
     if not tried:
         return f"{mixture.count} alike experts that no router's indices and scores alone add up"
@@ -135,7 +139,7 @@ def _is_choice(seen: Observation, mixture: Mixture, name: str, rows: list[int]) 
 
 def _adds_up(
     graph: Graph,
-    seen: Observation,
+    trial: dict[str, Any],
     mixture: Mixture,
     nodes: list[Node],
     shapes: dict[str, np.ndarray],
@@ -147,29 +151,40 @@ def _adds_up(
 
     Small whole numbers: no order of summation and no float type rounds them.
     """
-    draw, trial = np.random.default_rng(0), seen.seen[0]
+    draw = np.random.default_rng(0)
     chosen_by, k = tuple(trial[index].shape), trial[index].shape[-1]
     rows, count = math.prod(chosen_by[:-1]), mixture.count
     width = trial[mixture.outputs[0]].shape[-1]
-    turn = draw.permutation(count)
     for start in range(0, count, rows):
-        at = (start + np.arange(rows)) % count
-        chosen = np.stack([draw.permutation(np.delete(np.arange(count), turn[i]))[:k] for i in at]) if k > 1 else None
-        indices = turn[at][:, None] if chosen is None else chosen
-        for place in range(k if k > 1 else 0):  # the expert whose turn it is at each place
-            rows_here = np.arange(rows) % k == place
-            indices[rows_here, place] = turn[at[rows_here]]
+        indices = _drawn(draw, start, rows, count, k)
         scores = draw.integers(1, 3, (rows, k))
-        given = draw.integers(-2, 3, (count, rows, width))
+        given = draw.integers(-2, 3, (count, rows, width), np.int8)
         wanted = np.einsum("rk,krw->rw", scores, given[indices.T, np.arange(rows)])
-        values: dict[str, Any] = {name: trial[name] for name in mixture.outputs}
-        values = {
-            name: mx.array(given if mixture.at_once else given[i]).reshape(value.shape).astype(value.dtype)
-            for i, (name, value) in enumerate(values.items())
+        parts = [given] if mixture.at_once else given
+        values: dict[str, Any] = {
+            name: _like(trial[name], part) for name, part in zip(mixture.outputs, parts, strict=True)
         }
-        values[index] = mx.array(indices.astype(np.int32)).reshape(chosen_by).astype(trial[index].dtype)
-        values[score] = mx.array(scores).reshape(trial[score].shape).astype(trial[score].dtype)
+        values |= {index: _like(trial[index], indices), score: _like(trial[score], scores)}
         found = computed(graph, nodes, values | shapes, output)
         if found is None or not np.array_equal(ops.to_host(found).reshape(wanted.shape), wanted):
             return False
     return True
+
+
+def _drawn(draw: np.random.Generator, start: int, rows: int, count: int, k: int) -> np.ndarray:
+    """Distinct experts [rows, k]: in each row, at one place after the other, the expert whose turn it is, from `start`
+    on.
+    """
+    row = np.arange(rows)
+    ranks = draw.random((rows, count))
+    ranks[row, (start + row) % count] = -1
+    indices = np.argsort(ranks, axis=1)[:, :k]
+    first, other = indices[:, 0].copy(), indices[row, row % k].copy()
+    indices[:, 0] = other
+    indices[row, row % k] = first
+    return indices
+
+
+def _like(value: mx.array, array: np.ndarray) -> mx.array:
+    """The numbers in the shape and the type of a value."""
+    return mx.array(array).reshape(value.shape).astype(value.dtype)
