@@ -72,6 +72,12 @@ class Mixture:
         """What the experts give: [..., dim] each, or [count, tokens, dim]."""
         return [expert.output for expert in self.experts]
 
+    def without_one(self) -> list[Mixture]:
+        """The mixture without its last or its first expert, which may be one for all tokens, of the others' form."""
+        if self.at_once or self.count < 3:
+            return []
+        return [Mixture(self.x, part, self.count - 1) for part in (self.experts[:-1], self.experts[1:])]
+
     @property
     def at_once(self) -> bool:
         return bool(self.experts[0].projections[0].weight)

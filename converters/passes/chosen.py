@@ -35,6 +35,10 @@ def chosen(graph: Graph) -> Iterator[Answer]:
     order = {id(node): i for i, node in enumerate(graph.nodes)}
     for mixture in mixtures(graph, seen, order):
         found = routing(graph, seen, order, mixture)
+        for part in mixture.without_one() if isinstance(found, str) else ():
+            if isinstance(one := routing(graph, seen, order, part), Routing):
+                mixture, found = part, one
+                break
         if isinstance(found, str):
             yield Declined(mixture.experts[0].projections[-1].node, found)
             continue

@@ -149,3 +149,40 @@ def test_a_sum_of_another_shape_than_its_rows_declines(tmp_path):
     model = mixtures.decoder("weighed", change=change)
     program, _ = converted(model, tmp_path)
     assert list(record(program)["declined"]) == ["the sum has another shape than what the experts read"]
+
+
+@pytest.mark.parametrize("place", [0, None])
+def test_an_expert_for_all_tokens_of_the_same_form_is_none_of_the_chosen(place, tmp_path):
+    """It is weighed by a gate of its own, and stands before the others or after them."""
+    shared = []
+
+    def change(e, y, n):
+        if e == place:
+            x = "mixture.Reshape_1_0"
+            gate, up = (n("MatMul", x, n.weight(f"shared.{part}.weight", 64, 32)) for part in ("gate", "up"))
+            inner = n("Mul", n("Mul", gate, n("Sigmoid", gate)), up)
+            down = n("MatMul", inner, n.weight("shared.down.weight", 32, 64))
+            shared.append(n("Mul", down, n("Sigmoid", n("MatMul", x, n.weight("weight_of_shared.weight", 64, 1)))))
+            if e == 0:  # its nine nodes come before the expert's six
+                n.nodes[:] = n.nodes[:-15] + n.nodes[-9:] + n.nodes[-15:-9]
+        return n("Add", y, shared[0]) if e is None else y
+
+    model = mixtures.decoder("weighed", change=change)
+    program, folder = converted(model, tmp_path)
+    assert (record(program)["held"], record(program)["declined"]) == (1, {})
+    assert sorted(program.weights[f"{path}.weight"].shape[0] for path in program.layers if "experts" in path) == [5, 5]
+    wanted = toy.expected(model, IDS)
+    np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=1e-5 * np.ptp(wanted))
+
+
+def test_of_experts_with_equal_logits_the_first_is_chosen(tmp_path):
+    """As onnxruntime's TopK has it: all experts but one are a tie for every token, so two of five are chosen by it."""
+    model = mixtures.decoder("gathered")
+    router = np.array(toy.numpy_helper.to_array(toy.initializer(model, "router.weight")))
+    router[:, 1:] = router[:, 1:2]
+    toy.replace(model, "router.weight", toy.numpy_helper.from_array(router))
+    program, folder = converted(model, tmp_path)
+    assert record(program)["held"] == 1
+    for ids in (IDS, IDS * 5):
+        wanted = toy.expected(model, ids)
+        np.testing.assert_allclose(in_one_step(folder, ids), wanted, atol=1e-5 * np.ptp(wanted))
