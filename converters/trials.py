@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -208,18 +208,17 @@ def _check_logits(wanted: list[list[np.ndarray]], vocab: int, path: Path) -> Non
 
 def _plain_module(graph: Program, program: Program, module: Module) -> Module:
     """The unrewritten graph over the converted module's own arrays, so that no weight is in memory twice."""
-    by_tensor: dict[int, str] = {id(tensor): name for name, tensor in program.arrays.items()}
-    turned = {id(tensor.turned): name for name, tensor in program.arrays.items() if tensor.turned is not None}
-    arrays = dict(module.weights())
+    held: dict[int, Callable[[], mx.array]] = {}
 
-    def array(tensor: Tensor) -> mx.array:
-        if id(tensor) in by_tensor:
-            return arrays[by_tensor[id(tensor)]]
-        if id(tensor) in turned:
-            return arrays[turned[id(tensor)]].T
-        return tensor.array()
+    def note(tensor: Tensor, array: Callable[[], mx.array]) -> None:
+        held[id(tensor)] = array
+        for part, view in tensor.holds:
+            note(part, lambda view=view: view(array()))
 
-    return Module(replace(graph), {name: array(tensor) for name, tensor in graph.arrays.items()})
+    for name, array in module.weights().items():
+        note(program.arrays[name], lambda array=array: array)
+    arrays = {name: held[id(one)]() if id(one) in held else one.array() for name, one in graph.arrays.items()}
+    return Module(replace(graph), arrays)
 
 
 def save_weights(folder: Path, program: Program, progress: bool) -> None:

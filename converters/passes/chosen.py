@@ -18,7 +18,7 @@ from converters.mixtures import LAST, Mixture, Projection, last_axis, mixtures
 from converters.observe import Observation
 from converters.parts import is_kind_of
 from converters.routing import Routing, routing
-from converters.tensors import Tensor
+from converters.tensors import Tensor, stacked
 from mlx_transmuter import ops
 from mlx_transmuter.program import Node
 
@@ -122,27 +122,20 @@ def _stacked(graph: Graph, mixture: Mixture, at: int, taken: dict[str, Tensor]) 
     if first.weight:
         path = _free(graph, taken, f"{first.weight}.layer", (first.weight, first.bias))
         weight = graph.program.arrays[first.weight]
-        experts, inputs, outputs = weight.shape
-        turned = Tensor(weight.dtype, (experts, outputs, inputs), lambda: weight.read().transpose(0, 2, 1))
-        arrays = {f"{path}.weight": turned}
+        experts, _, outputs = weight.shape
+        arrays = {f"{path}.weight": weight.swapped((0, 2, 1))}
         if first.bias:
             bias = graph.program.arrays[first.bias]
-            arrays[f"{path}.bias"] = Tensor(
-                bias.dtype, (experts, outputs), lambda: bias.read().reshape(experts, outputs)
-            )
+            flat, view = (experts, outputs), (bias, lambda a: a[:, None])
+            arrays[f"{path}.bias"] = Tensor(bias.dtype, flat, lambda: bias.read().reshape(flat), (view,))
         return path, {"kind": "SwitchLinear", "bias": bool(first.bias)}, arrays
     paths = [step.path for step in steps if isinstance(step, Projection)]
     options = graph.program.layers[paths[0]]
     path = _free(graph, taken, _name(paths))
     start = len(paths[0]) + 1
     parts = [name[start:] for name in graph.program.arrays if name.startswith(f"{paths[0]}.")]
-    arrays = {f"{path}.{part}": _together([graph.program.arrays[f"{one}.{part}"] for one in paths]) for part in parts}
+    arrays = {f"{path}.{part}": stacked([graph.program.arrays[f"{one}.{part}"] for one in paths]) for part in parts}
     return path, {**options, "kind": _KINDS[options["kind"]]}, arrays
-
-
-def _together(tensors: list[Tensor]) -> Tensor:
-    shape = (len(tensors), *tensors[0].shape)
-    return Tensor(tensors[0].dtype, shape, lambda: np.stack([one.read() for one in tensors]))
 
 
 def _name(paths: list[str]) -> str:

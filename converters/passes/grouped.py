@@ -13,7 +13,7 @@ import numpy as np
 
 from converters.match import Answer, Become, Declined, Graph, is_kind
 from converters.passes.linear import layer_names, product
-from converters.tensors import Tensor
+from converters.tensors import Tensor, stacked
 from mlx_transmuter.ops import CODES
 from mlx_transmuter.program import Node
 
@@ -42,11 +42,9 @@ def _stacked(graph: Graph, split: Node, joined: Node, found: list[tuple[str, Ten
     rows, counts = split.inputs[:2]
     matrices = [matrix for _, matrix, _ in found]
     path = f"{layer_names(graph, found[0][0])[0]}.experts"
-    shape = (len(matrices), *matrices[0].shape)
-    arrays = {f"{path}.weight": Tensor(matrices[0].dtype, shape, lambda: np.stack([one.read() for one in matrices]))}
+    arrays = {f"{path}.weight": stacked(matrices)}
     if found[0][2]:
-        tensors = [graph.program.arrays[name] for _, _, name in found]
-        arrays[f"{path}.bias"] = Tensor(tensors[0].dtype, shape[:2], lambda: np.stack([one.read() for one in tensors]))
+        arrays[f"{path}.bias"] = stacked([graph.program.arrays[name] for _, _, name in found])
     output = joined.outputs[0]
     name = {part: f"{output}.{part}" for part in ("ends", "sizes", "count", "place", "column", "row", "past", "number")}
     constants = {f"{output}.{i}": np.array(i, np.int64) for i in (0, 1)}

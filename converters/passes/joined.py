@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from converters.match import Answer, Become, Graph
-from converters.tensors import Tensor
+from converters.tensors import Tensor, below
 from mlx_transmuter.program import Node
 
 
@@ -36,7 +36,7 @@ def joined(graph: Graph) -> Iterator[Answer]:
 def _one(graph: Graph, nodes: Sequence[Node], paths: Sequence[str]) -> Become:
     first, path = nodes[0], _name(graph, paths)
     parts = [_arrays(graph, one) for one in paths]
-    arrays = {f"{path}.{part}": _below([one[part] for one in parts]) for part in parts[0]}
+    arrays = {f"{path}.{part}": below([one[part] for one in parts]) for part in parts[0]}
     sizes = np.array([one["weight"].shape[0] for one in parts], np.int64)
     whole, split = f"{first.outputs[0]}.joined", f"{path}.split"
     outputs = tuple(node.outputs[0] for node in nodes)
@@ -52,12 +52,6 @@ def _arrays(graph: Graph, path: str) -> dict[str, Tensor]:
     """What the layer holds, all of it with its outputs on the first axis: weight, and bias, scales and biases."""
     start = f"{path}."
     return {name[len(start) :]: array for name, array in graph.program.arrays.items() if name.startswith(start)}
-
-
-def _below(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors one below the other."""
-    shape = (sum(one.shape[0] for one in tensors), *tensors[0].shape[1:])
-    return Tensor(tensors[0].dtype, shape, lambda: np.concatenate([one.read() for one in tensors]))
 
 
 def _scope(path: str) -> tuple[str, str]:
