@@ -22,7 +22,7 @@ _ELEMENTWISE = (
 )
 _PARTS = ("Split", "Slice")
 # What gives all experts the same rows.
-_COPIES = ("Tile", "Expand", "Reshape", "Unsqueeze", "Squeeze", "Identity", "Cast")
+_COPIES = ("Tile", "Expand", "Reshape", "Unsqueeze", "Squeeze", "Identity")
 _MOST = 24
 
 

@@ -73,13 +73,14 @@ class Tensor:
         return Tensor(self.dtype, shape, lambda: self.read().transpose(axes), ((self, lambda a: a.transpose(axes)),))
 
 
-def below(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors one below the other, along their first axis."""
-    shape = (sum(one.shape[0] for one in tensors), *tensors[0].shape[1:])
-    ends = list(itertools.accumulate(one.shape[0] for one in tensors))
-    rows = [slice(end - one.shape[0], end) for one, end in zip(tensors, ends, strict=True)]
+def below(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """The tensors one after the other along the axis."""
+    sizes = [one.shape[axis] for one in tensors]
+    ends = itertools.accumulate(sizes)
+    rows = [(*[slice(None)] * axis, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
     holds = tuple((one, operator.itemgetter(part)) for one, part in zip(tensors, rows, strict=True))
-    return Tensor(tensors[0].dtype, shape, lambda: np.concatenate([one.read() for one in tensors]), holds)
+    shape = (*tensors[0].shape[:axis], sum(sizes), *tensors[0].shape[axis + 1 :])
+    return Tensor(tensors[0].dtype, shape, lambda: np.concatenate([one.read() for one in tensors], axis), holds)
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:

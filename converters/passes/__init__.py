@@ -15,9 +15,9 @@ buffer;
 5. integers: before embedding and linear, which take what is left of its weights in floats.
    embedding: before linear, so that a head tied to the embedding finds its table.
 6. linear, quantized: products with a constant matrix become layers; opened: those of a mixture in one operator too.
-   flat: these take rows of any shape; joined: those of one input become one.
+   flat: these take rows of any shape; chosen: those of alike experts stand in stacks; joined: those of one input become
+   one.
 7. norms, rotary, gates: one node for what exporters write in several; parted: after rotary, which looks for slices.
-   chosen: after all that make an expert's products and activation one node each.
 8. attention: after settle, which leaves of the repeated keys and of the reshapes only what matters; the past and the
    present become pools, and the mask, which nothing reads any more, goes. group_query: the same for the operator that
    brings its rotation.
@@ -76,12 +76,12 @@ IN_GRAPH: tuple[Rewrite, ...] = (
     quantized,
     opened,
     flat,
+    chosen,
     joined,
     norms,
     rotary,
     gates,
     parted,
-    chosen,
 )
 # Those that take sizes which depend on values out of a step: where one is made, the graph itself runs eagerly.
 BY_VALUES = ("experts", "grouped")

@@ -34,7 +34,7 @@ def test_every_spelling_becomes_stacks_of_experts(spelling, tmp_path):
     program, folder = converted(model, tmp_path)
     assert (record(program)["held"], record(program)["declined"]) == (1, {})
     stacks = {path: layer["kind"] for path, layer in program.layers.items() if layer["kind"] == "SwitchLinear"}
-    assert len(stacks) == (3 if spelling.startswith("at_once") else 2)  # one product has no name to join under
+    assert len(stacks) == 2
     assert all(program.weights[f"{path}.weight"].shape[0] == mixtures.EXPERTS for path in stacks)
     # The graph over experts that were hit runs in onnxruntime where all were; its truth is the same loop over all.
     truth = mixtures.decoder("gathered") if spelling == "hit" else model
@@ -186,3 +186,19 @@ def test_of_experts_with_equal_logits_the_first_is_chosen(tmp_path):
     for ids in (IDS, IDS * 5):
         wanted = toy.expected(model, ids)
         np.testing.assert_allclose(in_one_step(folder, ids), wanted, atol=1e-5 * np.ptp(wanted))
+
+
+def test_experts_without_names(tmp_path):
+    """Of weights that tools have numbered and nodes without names the stacks are called after the first experts'."""
+    model = mixtures.decoder("gathered")
+    for i, tensor in enumerate(model.graph.initializer):
+        if tensor.name.startswith("experts."):
+            reader = next(node for node in model.graph.node if tensor.name in node.input)
+            tensor.name = reader.input[1] = f"MatMul_{i}_quant"
+            reader.name = ""
+    program, folder = converted(model, tmp_path)
+    assert record(program)["held"] == 1
+    stacks = [path for path, layer in program.layers.items() if layer["kind"] == "SwitchLinear"]
+    assert len(stacks) == 2
+    wanted = toy.expected(model, IDS)
+    np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=1e-5 * np.ptp(wanted))

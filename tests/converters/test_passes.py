@@ -73,20 +73,21 @@ WANTED = {
         "attention": 6,
         "last": 1,
     },
-    # Four experts in the second layer: each has two indices, a gather, a scatter, and three products.
+    # Four experts in the second layer: each has two indices, a gather, a scatter, and three products. Once they are
+    # chosen a mixture has one gate, and of three stacks two are joined.
     "qwen3_moe": {
         "experts": 16,
         "linear": 25,
         "norms": 9,
         "rotary": 4,
-        "gates": 5,
+        "gates": 2,
         "chosen": 1,
         "attention": 6,
         "last": 1,
     },
-    "deepseek_v3_moe": {"experts": 16, "linear": 30, "gates": 6, "chosen": 1, "attention": 6, "last": 1},
-    "mixtral": {"experts": 32, "linear": 35, "joined": 22, "gates": 8, "chosen": 2, "attention": 6, "last": 1},
-    "olmoe_dynamo": {"experts": 40, "linear": 41, "gates": 10, "chosen": 2, "attention": 6, "last": 1},
+    "deepseek_v3_moe": {"experts": 16, "linear": 30, "gates": 3, "chosen": 1, "attention": 6, "last": 1},
+    "mixtral": {"experts": 32, "linear": 35, "joined": 10, "gates": 2, "chosen": 2, "attention": 6, "last": 1},
+    "olmoe_dynamo": {"experts": 40, "linear": 41, "gates": 2, "chosen": 2, "attention": 6, "last": 1},
     # Two products of each layer's experts.
     "granitemoe_dynamo": {"grouped": 4, "linear": 11, "gates": 2, "attention": 6, "last": 1},
     "gpt2_ort": {"unpacked": 2, "linear": 9, "attention": 4, "last": 1},

@@ -111,7 +111,9 @@ def test_tensors_that_are_put_together_are_views_of_the_whole():
     assert (whole.shape, whole.read()[:, 0].tolist()) == ((6, 2), [1, 3, 3, 3, 2, 2])
     stack = stacked([whole, whole.transposed().transposed()])
     np.testing.assert_array_equal(stack.read(), np.stack([whole.read()] * 2))
-    for made in (whole, stack):
+    wide = below([stack, stack], axis=2)
+    assert wide.shape == (2, 6, 4)
+    for made in (whole, stack, wide):
         for part, view in made.holds:
             np.testing.assert_array_equal(np.array(view(made.array())), part.read())
 
