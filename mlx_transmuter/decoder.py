@@ -14,32 +14,13 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops, steps
-from mlx_transmuter.cache import Kind, Packing, Pools, Slots, Store
-from mlx_transmuter.entries import Entry
+from mlx_transmuter.cache import Pools, Slots, Store
 from mlx_transmuter.module import Module
 from mlx_transmuter.plan import Plan
 from mlx_transmuter.reread import Reread
 from mlx_transmuter.signature import Mode, Signature
-from mlx_transmuter.steps import DecoderError, Graph, new_tokens
-
-# The context that a step attends over grows in powers of two from here.
-SMALLEST_BUCKET = 64
-
-
-def bucket(length: int) -> int:
-    """The context bucket of that many positions.
-
-    Powers of two to 256, four sizes an octave to 1,024, then eight. A bucket is a compiled step, and what it holds
-    beyond the length is read for nothing: the larger a part attention has in a step, the less of it.
-    """
-    power = stride(length)
-    size = power if power <= 256 else power // 8 if power <= 1024 else power // 16
-    return -(-max(length, 1) // size) * size
-
-
-def stride(length: int) -> int:
-    """The slots of a row that may hold that many tokens: a power of two, so that runs of all sizes share few steps."""
-    return max(SMALLEST_BUCKET, 1 << max(0, length - 1).bit_length())
+from mlx_transmuter.sizes import Columns, Ring, bucket, near_columns, stride, windows
+from mlx_transmuter.steps import DecoderError, Graph, new_guesses, new_tokens
 
 
 class Decoder:
@@ -73,8 +54,11 @@ class Decoder:
         self.max_positions: int | None = max_positions or (most if isinstance(most, int) and 0 < most < 2**31 else None)
         if kv_bits is not None and not self.signature.entries:
             raise DecoderError(f"kv_bits={kv_bits}", "None: this decoder has no keys and values", "leave out kv_bits")
-        self.kinds = tuple(_kind(entry, kv_bits, kv_group_size) for entry in self.signature.entries)
-        self.graph = Graph(module, self.signature, self.max_positions, self.kinds, self.plan.alone)
+        self.kinds = tuple(steps.kind(entry, kv_bits, kv_group_size) for entry in self.signature.entries)
+        seen = windows(program) if self.signature.index else set()
+        self.window = max(seen, default=0) or None
+        self.ring = Ring.over(max(seen)) if seen and min(seen) else None
+        self.graph = Graph(module, self.signature, self.max_positions, self.kinds, self.plan.alone, self.window)
         self.vocab = self.signature.vocab
         self.compilations = 0
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -178,25 +162,17 @@ class Decoder:
             self._compiled[key] = mx.compile(make())
         return self._compiled[key]
 
-    def step_function(self, seq: int, context: int, placed: bool, block: int, paged: bool) -> Callable[..., Any]:
-        """The function of a step of `seq` tokens over `context` columns of the cache (see steps.py)."""
-        key = (seq, context, placed, block, paged)
+    def step_function(self, seq: int, columns: Columns, placed: bool, block: int, paged: bool) -> Callable[..., Any]:
+        """The function of a step of `seq` tokens over so many columns of the cache (see steps.py)."""
+        key = (seq, columns, placed, block, paged)
         if self.signature.index:
-            return self.compiled(key, lambda: steps.pooled(self.graph, seq, context, block, paged))
-        return self.compiled((self.mode, *key), lambda: steps.unrewritten(self.graph, self.mode, seq, context, block))
+            return self.compiled(key, lambda: steps.pooled(self.graph, seq, columns, block, paged))
+        context, mode = columns.context, self.mode
+        return self.compiled((mode, *key), lambda: steps.unrewritten(self.graph, mode, seq, context, block))
 
     def write_function(self, seq: int, context: int, block: int) -> Callable[..., Any]:
         """The function that writes the keys and values of `seq` tokens into the pools."""
         return self.compiled(("write", seq, context, block), lambda: steps.write(self.kinds, block))
-
-
-def _kind(entry: Entry, bits: int | None, group_size: int) -> Kind:
-    """What a slot holds of the entry."""
-    dtype = ops.device_dtype(entry.dtype)
-    if bits is None:
-        return Kind(entry.heads, entry.dim, dtype)
-    packing = Packing.of(bits, group_size, entry.dim, dtype)
-    return Kind(entry.heads, packing.width, mx.uint32, packing)
 
 
 class Run:
@@ -215,10 +191,15 @@ class Run:
         self.total = np.asarray(total, np.int32)
         self.lengths = np.zeros(decoder.rows, np.int32)
         self.paged = block is not None
+        # Rows that outgrow the ring keep the tokens in the window alone; a store that outlives the run keeps all.
+        ring = decoder.ring
+        self.ring = ring if ring is not None and int(self.total.max()) > ring.slots else None
+        self._reached = self.lengths
         # Without pages each row is one block, so its slots are one run; its size is a bucket, so that runs share steps.
-        self.block = block or stride(int(self.total.max()))
+        self.block = block or (self.ring.slots if self.ring else stride(int(self.total.max())))
         if store is None:
-            blocks = sum(-(-int(size) // self.block) for size in total) if self.paged else decoder.rows
+            held = [min(int(size), self.ring.slots + self.block) if self.ring else int(size) for size in total]
+            blocks = sum(-(-size // self.block) for size in held) if self.paged else decoder.rows
             self.store = Store(decoder.kinds, max(1, blocks) * self.block, self.block)
             self._rows = [self.slots.open()[0] if size else None for size in total]
         else:
@@ -245,8 +226,13 @@ class Run:
         return self.store.pools
 
     @property
+    def largest(self) -> int | None:
+        """The most tokens of a step; None where any number goes."""
+        return self.ring.step if self.ring else None
+
+    @property
     def copies(self) -> int:
-        """How many slots were copied, of pages that rows shared."""
+        """How many slots were copied, of pages that rows shared and of guesses in pages of several."""
         return self.store.copies
 
     def step(self, tokens: Any, counts: Sequence[int], positions: Any = None) -> mx.array:
@@ -273,7 +259,7 @@ class Run:
         context = length if decoder.exact else decoder.context(length, seq)
         lengths = mx.array(np.full(rows, length, np.int32) if decoder.exact else self.lengths)
         past = mx.array(self._table(max(1, context)))
-        step = decoder.step_function(seq, context, positions is not None, self.block, self.paged)
+        step = decoder.step_function(seq, Columns(context), positions is not None, self.block, self.paged)
         logits, news, states = step(self.pools.arrays, tokens, lengths, mx.array(new), past, self._fed(), placed)
         self.states = states
         places = self.lengths[:, None] + np.arange(seq, dtype=np.int32)
@@ -285,13 +271,13 @@ class Run:
     def _pooled_step(self, tokens: mx.array, new: np.ndarray, placed: mx.array | None) -> mx.array:
         """A step of a program over pools, which writes its keys and values itself."""
         decoder, seq = self.decoder, tokens.shape[1]
+        columns = self._columns(int((self.lengths + new).max()), seq)
         before = mx.array(self.lengths)
         self._append(new)
-        context = bucket(int(self.lengths.max()))
-        table = mx.array(self._table(context)) if self.paged else None
-        step = decoder.step_function(seq, context, placed is not None, self.block, self.paged)
+        table, near = self._tables(columns)
+        step = decoder.step_function(seq, columns, placed is not None, self.block, self.paged)
         fed = self._fed()
-        logits, pools, self.states = step(self.pools.take(), tokens, before, mx.array(new), table, fed, placed)
+        logits, pools, self.states = step(self.pools.take(), tokens, before, mx.array(new), table, near, fed, placed)
         self.pools.put(pools)
         return logits
 
@@ -300,14 +286,45 @@ class Run:
         states = zip(self.decoder.signature.states, self.states, strict=True)
         return {**self.given, **{state.past: array for state, array in states}}
 
+    def _columns(self, length: int, seq: int) -> Columns:
+        """The columns of a step of `seq` tokens to that length.
+
+        Raises DecoderError for more tokens than a ring has slots beside the window.
+        """
+        ring = self.ring
+        if ring is None:
+            context, window = bucket(length), None if self.decoder.ring else self.decoder.window
+            return Columns(context, near=near_columns(window, seq, context, self.paged))
+        if length <= ring.slots:
+            return Columns(min(bucket(length), ring.slots))
+        if seq > ring.step:
+            found = f"a step of {seq} tokens over a window of {ring.window}"
+            raise DecoderError(found, f"at most {ring.step}", "run the prompt in parts")
+        return Columns(ring.slots, ring=True)
+
+    def _tables(self, columns: Columns) -> tuple[mx.array | None, mx.array | None]:
+        """The tables of the columns, as steps take them."""
+        table = mx.array(self._table(columns.context, ring=columns.ring)) if self.paged else None
+        return table, mx.array(self._table(columns.near, ring=True)) if columns.near else None
+
     def _append(self, new: np.ndarray) -> None:
         """Gives slots to the rows' new tokens."""
+        self._drop()
         if self.paged:
             for row, count in zip(self._rows, new.tolist(), strict=True):
                 if count:
                     assert row is not None
                     self.store.append(row, count)
         self.lengths = self.lengths + new
+        self._reached = np.maximum(self._reached, self.lengths)
+
+    def _drop(self) -> None:
+        """Takes the slots of tokens that no window reaches any more, unless the store keeps them for later runs."""
+        if self.ring is None or not self.paged or self.keeps:
+            return
+        for row, length in zip(self._rows, self.lengths.tolist(), strict=True):
+            if row is not None:  # one more than the window: a ring reads its newest in place of what nobody sees
+                self.slots.drop(row, max(0, length - self.ring.window))
 
     def packed(self, prompts: Sequence[Sequence[int]], seq: int) -> mx.array:
         """Lazy logits [rows, vocab] after prompts of rows that hold nothing yet, run in one lane of `seq` tokens.
@@ -322,21 +339,18 @@ class Run:
         if len(counts) != len(self.lengths) or (self.lengths * counts).any() or (counts > self.total).any():
             found = f"prompts of {counts.tolist()} tokens for rows that hold {self.lengths.tolist()}"
             raise DecoderError(found, f"prompts of at most {self.total.tolist()} tokens, for rows that hold none")
+        if self.ring and counts.max() > self.ring.step:
+            raise DecoderError(
+                f"prompts of {counts.tolist()} tokens", f"at most {self.ring.step} each", "run them in parts"
+            )
         if not 0 < counts.sum() <= seq:
             raise DecoderError(f"{counts.sum()} tokens in a lane of {seq}", "1 or more, as many as fit")
         self._append(counts)
         table = self._table(int(self.lengths.max()))  # rows of a lane before this one may hold more
-        lane = np.full((3, 1, seq), -1, np.int32)  # tokens, positions, slots
-        lane[0] = 0
-        ends, at = np.zeros((1, len(counts)), np.int32), 0
-        for row, (prompt, count) in enumerate(zip(prompts, counts.tolist(), strict=True)):
-            if count:
-                lane[:, 0, at : at + count] = prompt, range(count), table[row, :count]
-                at += count
-                ends[0, row] = at - 1
+        arrays = map(mx.array, steps.lane(prompts, table, seq))
         graph, block = self.decoder.graph, self.block
         step = self.decoder.compiled(("packed", seq, block), lambda: steps.packed(graph, seq, block))
-        logits, pools = step(self.pools.take(), *map(mx.array, lane), mx.array(ends))
+        logits, pools = step(self.pools.take(), *arrays)
         self.pools.put(pools)
         return logits
 
@@ -345,69 +359,55 @@ class Run:
         them.
 
         tokens: int32 [rows, n]. sees: bool [rows, n, n], whether guess i sees guess j: its ancestors and itself, for a
-        tree. depths: int32 [rows, n], how many guesses come before each; -1 for padding. Raises DecoderError for a
-        decoder that doesn't support drafts, a run without pages of one slot, or guesses past the row's last token.
+        tree. depths: int32 [rows, n], how many guesses come before each; -1 for padding. They take pages of their own
+        beside the row's, for which its total must have room. Raises DecoderError for a
+        decoder that doesn't support drafts, a run without pages, or guesses past the row's last token.
         """
         decoder = self.decoder
-        if decoder.signature.states:
-            raise DecoderError(
-                f"a draft for a graph with states ({decoder.signature.states[0].past})",
-                "a cache of positions, from which guesses can be dropped",
-                "run plain steps",
-            )
-        if "drafts" not in decoder.supports:
-            raise DecoderError(
-                "a draft for a graph whose attention isn't over pools",
-                "one that the conversion rewrote",
-                "run plain steps",
-            )
-        if not self.paged or self.block != 1 or self._draft is not None:
-            raise DecoderError(
-                "a draft in this run", "pages of one slot, and the last draft accepted", "begin(paged=True)"
-            )
+        if not self.paged or self._draft is not None:
+            raise DecoderError("a draft in this run", "pages, and the last draft accepted", "begin(paged=True)")
         tokens, sees = (x if isinstance(x, mx.array) else mx.array(x) for x in (tokens, sees))
         depths = np.asarray(depths, np.int32)
-        rows, seq = tokens.shape
-        last = self.lengths + depths.max(axis=1) + 1
-        if depths.shape != (rows, seq) or (last > self.total).any():
-            raise DecoderError(f"guesses up to {last.tolist()} tokens", f"at most {self.total.tolist()}")
-        context = bucket(int(last.max()))  # not only what the rows hold: a position is at most the table's last column
-        table = mx.array(self._table(context))
-        self._draft = [self.slots.open()[0] for _ in range(rows)]
-        for sequence, depth in zip(self._draft, depths, strict=True):
-            self.slots.append(sequence, int((depth >= 0).sum()))
+        seq, block = tokens.shape[1], self.block
+        last = new_guesses(decoder.signature, decoder.supports, self.lengths, self.total, tokens, depths)
+        # Not of what the rows hold alone: a position is at most the table's last column.
+        columns = self._columns(int(last.max()), seq)
+        self._drop()
+        table, near = self._tables(columns)
+        self._draft = self.store.guess((depths >= 0).sum(axis=1).tolist())
         slots = self.slots.table(self._draft, seq)
         places = np.where(depths >= 0, self.lengths[:, None] + depths, -1).astype(np.int32)
-        step = decoder.compiled(("draft", seq, context), lambda: steps.drafted(decoder.graph, seq))
-        logits, pools = step(self.pools.take(), tokens, mx.array(places), table, mx.array(slots), sees, self.given)
+        key = ("draft", seq, columns, block)
+        step = decoder.compiled(key, lambda: steps.drafted(decoder.graph, seq, columns, block))
+        places, slots = mx.array(places), mx.array(slots)
+        logits, pools = step(self.pools.take(), tokens, places, table, near, slots, sees, self.given)
         self.pools.put(pools)
         return logits
 
     def accept(self, kept: Sequence[Sequence[int]]) -> None:
-        """Keeps the guesses `kept` of each row, a path from its first, as the row's next tokens, in the slots they
-        have.
+        """Keeps the guesses `kept` of each row, a path from its first, as the row's next tokens, once the draft is
+        evaluated: in the slots they have, or copied in pages of several (`copies` counts them).
         """
         if self._draft is None:
             raise DecoderError("no draft", "a draft to accept guesses of")
-        for row, (sequence, path) in enumerate(zip(self._draft, kept, strict=True)):
-            own = self._rows[row]
-            if own is None:
-                self.slots.free(sequence)
-            else:
-                self.slots.adopt(own, sequence, path)
+        self.store.accept(self._rows, self._draft, kept)
         self._draft = None
         self.lengths = self.lengths + np.array([len(path) for path in kept], np.int32)
 
     def back(self, lengths: Sequence[int]) -> None:
         """Sets each row back to its first lengths[r] tokens.
 
-        Raises DecoderError for more than a row has, and in a decoder whose states have all tokens in them.
+        Raises DecoderError for more than a row has, in a decoder whose states have all tokens in them, and where the
+        window before a row's new end isn't there any more.
         """
         new = np.asarray(lengths, np.int32)
         if new.shape != self.lengths.shape or (new < 0).any() or (new > self.lengths).any():
             raise DecoderError(f"rows set back to {list(lengths)} tokens", f"at most {self.lengths.tolist()}")
         if self.states and (new < self.lengths).any():
             raise DecoderError("rows set back in a decoder with states", "a cache that still has what came before")
+        if self.ring and ((self._first() > np.maximum(0, new - self.ring.window + 1)) & (new < self.lengths)).any():
+            found = f"rows of {self.lengths.tolist()} tokens set back to {new.tolist()}"
+            raise DecoderError(found, f"a window of {self.ring.window} tokens before their ends, still held")
         self._write_pending()
         for row, length in zip(self._rows if self.paged else [], new.tolist(), strict=self.paged):
             if row is not None:
@@ -468,13 +468,20 @@ class Run:
         row = self._rows[parent]
         return None if row is None else self.slots.fork(row)
 
-    def _table(self, width: int) -> np.ndarray:
-        """The slots of the first `width` positions of each row, int32 [rows, width], -1 where there is none."""
+    def _first(self) -> np.ndarray:
+        """The first position of each row that is held, int32 [rows]."""
+        if not self.paged:
+            return np.maximum(0, self._reached - (self.ring.slots if self.ring else self.block))
+        return np.array([0 if row is None else self.slots.first(row) for row in self._rows], np.int32)
+
+    def _table(self, width: int, *, ring: bool = False) -> np.ndarray:
+        """The slots of each row's first `width` positions, of a ring its last: int32 [rows, width], -1 for none."""
         if self.paged:
-            return self.slots.table(self._rows, width)
-        columns = np.arange(width, dtype=np.int32)
-        held = (columns < self.lengths[:, None]) & (columns < self.block)
-        return np.where(held, np.arange(len(held), dtype=np.int32)[:, None] * self.block + columns, -1).astype(np.int32)
+            return self.slots.table(self._rows, width, ring=ring)
+        places, ends = np.arange(width, dtype=np.int32), self.lengths[:, None]
+        places = ends - 1 - (ends - 1 - places) % width if ring else places
+        held = (places >= 0) & (places < ends) & (places < self.block)
+        return np.where(held, np.arange(len(ends), dtype=np.int32)[:, None] * self.block + places, -1).astype(np.int32)
 
     def _write_pending(self) -> None:
         """Writes the keys and values of the last step into the pools."""

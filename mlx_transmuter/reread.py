@@ -26,7 +26,7 @@ class Reread:
         self.total = np.asarray(total, np.int32)
         self.lengths = np.zeros(decoder.rows, np.int32)
         self.copies = 0
-        self.paged, self.runs_ahead = True, False
+        self.paged, self.runs_ahead, self.largest = True, False, None
         self._tokens: np.ndarray | None = None
         self._places: np.ndarray | None = None
         self._over = False

@@ -6,7 +6,7 @@ buffer, and give back the keys and values of the step's tokens, which are writte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,11 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops
-from mlx_transmuter.cache import CacheIndex, Kind, PackedPool
+from mlx_transmuter.cache import CacheIndex, Kind, Layered, PackedPool, Packing
 from mlx_transmuter.entries import Entry
 from mlx_transmuter.module import Module
 from mlx_transmuter.signature import ENDS, INDEX, LANES, Mode, Signature
+from mlx_transmuter.sizes import Columns
 
 
 class DecoderError(ValueError):
@@ -31,7 +32,7 @@ class DecoderError(ValueError):
 @dataclass(frozen=True)
 class Graph:
     """What a step runs: the module, its signature, the most positions of a row (None: no limit), what a slot of each
-    pool holds, and whether the graph takes one row.
+    pool holds, whether the graph takes one row, and the largest window of its attention (None: there is none).
     """
 
     module: Module
@@ -39,6 +40,16 @@ class Graph:
     max_positions: int | None
     kinds: tuple[Kind, ...]
     alone: bool = False
+    window: int | None = None
+
+
+def kind(entry: Entry, bits: int | None, group_size: int) -> Kind:
+    """What a slot holds of the entry."""
+    dtype = ops.device_dtype(entry.dtype)
+    if bits is None:
+        return Kind(entry.heads, entry.dim, dtype)
+    packing = Packing.of(bits, group_size, entry.dim, dtype)
+    return Kind(entry.heads, packing.width, mx.uint32, packing)
 
 
 def new_tokens(rows: int, lengths: np.ndarray, total: np.ndarray, tokens: Any, counts: Sequence[int]) -> np.ndarray:
@@ -52,32 +63,69 @@ def new_tokens(rows: int, lengths: np.ndarray, total: np.ndarray, tokens: Any, c
     return new
 
 
-def pooled(graph: Graph, seq: int, context: int, block: int, paged: bool) -> Callable[..., Any]:
-    """A step over pools: (pools, tokens, lengths, counts, table, given, positions) → (logits, pools', states')."""
+def new_guesses(
+    signature: Signature, supports: Collection[str], lengths: np.ndarray, total: np.ndarray, tokens: Any, depths: Any
+) -> np.ndarray:
+    """How many tokens each row has with its deepest guess, int32 [rows]. Raises DecoderError for a decoder that takes
+    no drafts, depths of another shape than the tokens', and guesses that pass the rows' totals."""
+    found = None
+    if signature.states:
+        found = f"a draft for a graph with states ({signature.states[0].past})"
+        expected = "a cache of positions, from which guesses can be dropped"
+    elif "drafts" not in supports:
+        found, expected = "a draft for a graph whose attention isn't over pools", "one that the conversion rewrote"
+    if found:
+        raise DecoderError(found, expected, "run plain steps")
+    last = lengths + depths.max(axis=1) + 1
+    if depths.shape != tuple(tokens.shape) or (last > total).any():
+        raise DecoderError(f"guesses up to {last.tolist()} tokens", f"at most {total.tolist()}")
+    return last
 
-    def run(pools, tokens, lengths, counts, table, given, positions):
+
+def pooled(graph: Graph, seq: int, columns: Columns, block: int, paged: bool) -> Callable[..., Any]:
+    """A step over pools: (pools, tokens, lengths, counts, table, near, given, positions) → (logits, pools', states').
+
+    table, near: the tables of `columns`, a ring's where so; None for runs that are read as they lie, or of no columns.
+    """
+
+    def run(pools, tokens, lengths, counts, table, near, given, positions):
         rows = tokens.shape[0]
         place = lengths[:, None] + mx.arange(seq, dtype=mx.int32)
         pos = mx.where(mx.arange(seq, dtype=mx.int32) < counts[:, None], place, -1)
-        index = CacheIndex.make(pos, table) if paged else CacheIndex.rows(block, [0] * rows).narrow(context).at(pos)
+        if paged:
+            index = CacheIndex.make(pos, table)
+        else:
+            index = CacheIndex.rows(block, [0] * rows)
+            index = (index if columns.ring else index.narrow(columns.context)).at(pos)
+        index = _ring(graph, index) if columns.ring else index
+        local = None if near is None else _ring(graph, CacheIndex.make(pos, near))
         ends = mx.maximum(counts - 1, 0)
         place = place if positions is None else positions
-        logits, pools, states = _over_pools(graph, pools, tokens, index, block, ends[:, None], place, given)
+        logits, pools, states = _over_pools(graph, pools, tokens, index, block, ends[:, None], place, given, local)
         logits = logits[:, 0] if graph.signature.ends else logits_at(logits, ends)
         return logits, pools, _kept(graph, given, states, counts)
 
     return run
 
 
-def drafted(graph: Graph, seq: int) -> Callable[..., Any]:
-    """The step of a draft: (pools, tokens, places, table, slots, sees, given) → (logits [rows, seq, vocab], pools')."""
+def drafted(graph: Graph, seq: int, columns: Columns, block: int) -> Callable[..., Any]:
+    """The step of a draft: (pools, tokens, places, table, near, slots, sees, given) → (logits [rows, seq, vocab],
+    pools'). table, near: as of `pooled`, over pages.
+    """
 
-    def run(pools, tokens, places, table, slots, sees, given):
-        index = CacheIndex.make(places, table).draft(slots, sees)
+    def run(pools, tokens, places, table, near, slots, sees, given):
+        index = CacheIndex.make(places, table)
+        index = (_ring(graph, index) if columns.ring else index).draft(slots, sees)
+        local = None if near is None else _ring(graph, CacheIndex.make(places, near)).draft(slots, sees)
         ends = mx.broadcast_to(mx.arange(seq, dtype=mx.int32), tokens.shape)
-        return _over_pools(graph, pools, tokens, index, 1, ends, mx.maximum(places, 0), given)[:2]
+        return _over_pools(graph, pools, tokens, index, block, ends, mx.maximum(places, 0), given, local)[:2]
 
     return run
+
+
+def _ring(graph: Graph, index: CacheIndex) -> CacheIndex:
+    assert graph.window is not None
+    return index.ring().window(graph.window)
 
 
 def packed(graph: Graph, seq: int, block: int) -> Callable[..., Any]:
@@ -97,16 +145,36 @@ def packed(graph: Graph, seq: int, block: int) -> Callable[..., Any]:
     return run
 
 
-def _over_pools(graph, pools, tokens, index, block, ends, place, given):
+def lane(prompts: Sequence[Sequence[int]], table: np.ndarray, seq: int) -> tuple[np.ndarray, ...]:
+    """What `packed` takes of prompts, one after another in a lane of seq tokens: tokens, places, slots, ends.
+
+    table: the slots of each prompt's tokens. The end of an empty prompt is 0.
+    """
+    tokens, (places, slots) = np.zeros((1, seq), np.int32), np.full((2, 1, seq), -1, np.int32)
+    ends, at = np.zeros((1, len(prompts)), np.int32), 0
+    for row, prompt in enumerate(prompts):
+        if count := len(prompt):
+            here = slice(at, at + count)
+            tokens[0, here], places[0, here], slots[0, here] = prompt, range(count), table[row, :count]
+            at += count
+            ends[0, row] = at - 1
+    return tokens, places, slots, ends
+
+
+def _over_pools(graph, pools, tokens, index, block, ends, place, given, local=None):
     """The program over the pools: the logits of the tokens `ends` [rows, k] (of all, where it can't choose), the pools'
-    and the states'.
+    and the states'. local: the index of layers with a window, where they have one of their own.
     """
     signature, module = graph.signature, graph.module
+
+    def lanes(index):
+        return index.heads(signature.entries[0].heads, block).spare(pools[0].shape[0] - 1)
+
     feed: dict[str, Any] = dict(given)
     feed |= {
         signature.tokens: tokens,
-        INDEX: index,
-        LANES: index.heads(signature.entries[0].heads, block).spare(pools[0].shape[0] - 1),
+        INDEX: index if local is None else Layered(index, local),
+        LANES: lanes(index) if local is None else Layered(lanes(index), lanes(local)),
     }
     feed |= small_inputs(graph, None, place, *tokens.shape[:2])
     if signature.ends:

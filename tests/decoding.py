@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import FIXTURES, golden
 
-from converters import convert as convert_file
+from converters import trials
 from converters.convert import convert
 from mlx_transmuter.decoder import Decoder
 from mlx_transmuter.generation.rows import prompt_parts
@@ -23,7 +23,7 @@ from mlx_transmuter.module import Module
 def plain(name: str) -> Module:
     """The fixture's module with past and present as the graph has them, not over pools."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
-        patch.setattr(convert_file, "OVER_POOLS", ())
+        patch.setattr(trials, "OVER_POOLS", ())
         module = load_folder(convert(FIXTURES / name, "model.onnx", Path(place) / name, progress=False)).decoder
         mx.eval(module.parameters())
     assert not any(value.name == "index" for value in module.program.inputs)

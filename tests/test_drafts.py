@@ -34,15 +34,18 @@ def tree(draw: np.random.Generator, guesses: int) -> tuple[np.ndarray, np.ndarra
     return sees, np.array([len(path) - 1 for path in paths]), paths
 
 
+@pytest.mark.parametrize("block", [1, 3, 16])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "bloom", "gpt2", "gpt2_ort", "gpt_oss", "llama_genai"])
-def test_a_tree_of_guesses_has_the_logits_of_plain_steps_and_its_kept_path_goes_on(name, loaded):
+def test_a_tree_of_guesses_has_the_logits_of_plain_steps_and_its_kept_path_goes_on(name, block, loaded):
+    """In pages of any size: what is kept stays in its slots where a page is one, and else is copied into place."""
     draw = np.random.default_rng(3)
     module = loaded(name).decoder
     plain, decoder = Decoder(module, 1), Decoder(module, 2)
     assert "drafts" in decoder.supports
     vocab = decoder.vocab
     prompts = [draw.integers(vocab // 2, vocab, n).tolist() for n in (9, 4)]
-    run = decoder.begin([40, 40], paged=True)
+    run = decoder.begin([40, 40], paged=True, block=block)
+    moved = 0
     padded = np.array([prompts[0], prompts[1] + [0] * 5], np.int32)
     run.evaluate(run.step(padded, [9, 4]))
     for guesses in (5, 3):
@@ -60,6 +63,7 @@ def test_a_tree_of_guesses_has_the_logits_of_plain_steps_and_its_kept_path_goes_
             kept.append(max(paths, key=len))
             prompts[row] = prompts[row] + [int(tokens[row, i]) for i in kept[row]]
         run.accept(kept)
+        moved += sum(map(len, kept))
         assert run.lengths.tolist() == [len(prompt) for prompt in prompts]
     last = draw.integers(vocab // 2, vocab, (2, 1)).astype(np.int32)
     logits = run.step(last, [1, 1])
@@ -67,8 +71,8 @@ def test_a_tree_of_guesses_has_the_logits_of_plain_steps_and_its_kept_path_goes_
     for row in range(2):
         want = along(plain, prompts[row], [int(last[row, 0])])
         assert np.abs(ops.to_host(logits[row]) - want).max() <= 1e-5 * np.ptp(want)
-    assert run.copies == 0
-    held = sum(len(prompt) + 1 for prompt in prompts)
+    assert run.copies == (moved if block > 1 else 0)
+    held = sum(-(-(len(prompt) + 1) // block) * block for prompt in prompts)
     assert run.slots.slots - run.slots.free_slots == held  # the guesses that were not kept gave their slots back
 
 
@@ -86,6 +90,31 @@ def test_guesses_past_the_end_of_a_context_bucket_have_their_own_positions(name,
     for guess in range(3):
         want = along(plain, prompt, guesses[: guess + 1])
         assert np.abs(ops.to_host(logits)[0, guess] - want).max() <= 2e-5 * np.ptp(want)
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_guesses_after_a_fork_leave_the_other_rows_as_they_are(block, loaded):
+    """The rows share a page that is partly filled; each keeps another path, and one of them none."""
+    module, draw = loaded("llama").decoder, np.random.default_rng(9)
+    plain = Decoder(module, 1)
+    prompt = draw.integers(3, 60, 6).tolist()
+    run = Decoder(module, 3).begin([40] * 3, paged=True, block=block)
+    run.evaluate(run.step(np.array([prompt, [0] * 6, [0] * 6], np.int32), [6, 0, 0]))
+    run.fork([0, 0, 0])
+    tokens = draw.integers(3, 60, (3, 3)).astype(np.int32)
+    sees = np.array([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]] * 3, bool)
+    run.evaluate(run.draft(tokens, sees, np.array([[0, 1, 1]] * 3)))
+    kept = [[0, 2], [], [0]]
+    run.accept(kept)
+    texts = [prompt + tokens[row][path].tolist() for row, path in enumerate(kept)]
+    last = draw.integers(3, 60, (3, 1)).astype(np.int32)
+    logits = run.step(last, [1] * 3)
+    run.evaluate(logits)
+    for row, text in enumerate(texts):
+        want = along(plain, text, [int(last[row, 0])])
+        assert np.abs(ops.to_host(logits[row]) - want).max() <= 1e-5 * np.ptp(want)
+    held = {tuple(table[: len(text)]) for table, text in zip(run._table(16).tolist(), texts, strict=True)}
+    assert len(held) == 3
 
 
 def test_a_row_may_keep_nothing_and_padding_guesses_store_nothing(loaded):
@@ -119,7 +148,7 @@ def test_a_draft_is_refused_where_it_cannot_be_right(loaded):
     with pytest.raises(DecoderError, match="attention isn't over pools"):
         Decoder(unrewritten("llama"), 1).begin([8], paged=True).draft(tokens, sees, depths)
     decoder = Decoder(loaded("llama").decoder, 1)
-    with pytest.raises(DecoderError, match="pages of one slot"):
+    with pytest.raises(DecoderError, match="pages, and the last draft accepted"):
         decoder.begin([8]).draft(tokens, sees, depths)
     run = decoder.begin([1], paged=True)
     run.evaluate(run.step(tokens, [1]))

@@ -15,6 +15,7 @@ from mlx_transmuter import generation, steps
 from mlx_transmuter.decoder import Decoder
 from mlx_transmuter.generation.rows import prompt_parts
 from mlx_transmuter.ops import cached
+from mlx_transmuter.sizes import Columns
 
 # Compilations.
 
@@ -221,9 +222,9 @@ def test_a_token_of_one_row_moves_nothing_but_its_keys(loaded):
     is turned or laid flat; the one transpose is that of the keys."""
     decoder = Decoder(loaded("llama").decoder, 1)
     run = decoder.begin([40])
-    step = steps.pooled(decoder.graph, 1, 64, run.block, False)
+    step = steps.pooled(decoder.graph, 1, Columns(64), run.block, False)
     arrays = (mx.array([[5]]), mx.array([3]), mx.array([1]))
-    found = parts(lambda *given: step(list(given[:-3]), *given[-3:], None, {}, None), *run.pools.arrays, *arrays)
+    found = parts(lambda *given: step(list(given[:-3]), *given[-3:], None, None, {}, None), *run.pools.arrays, *arrays)
     count = Counter(part["name"] for part in found if part["type"] == "primitive")
     layers = 2
     assert count["Matmul"] == 6 * layers + 2  # and the angles of the rotation

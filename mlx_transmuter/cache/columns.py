@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.cache.error import INT32_MAX
+from mlx_transmuter.cache.error import INT32_MAX, CacheError
 
 if TYPE_CHECKING:
     from mlx_transmuter.cache.index import CacheIndex
@@ -66,13 +66,12 @@ def mask(index: CacheIndex) -> mx.array:
             else mx.take_along_axis(seen, _inside(chosen, index.seq), axis=2) & _is_in(chosen, index)
         )
     if chosen is not None:
-        places = stands(_inside(chosen, index.context), index._every)
-        return _sees(places, tokens[:, :, None], window) & _is_in(chosen, index)
+        at_columns = stands(_inside(chosen, index.context), index._every)
+        return _sees(at_columns, tokens[:, :, None], window) & _is_in(chosen, index)
+    before = _sees(places(index)[..., None, :], tokens[:, :, None], window)
     if index._sees is None:
-        return _sees(stands(mx.arange(index.context, dtype=mx.int32), index._every), tokens[:, :, None], window)
-    first = mx.where(tokens >= 0, tokens, INT32_MAX).min(axis=1)[:, None, None]
-    places = mx.arange(index._read_table.shape[1], dtype=mx.int32)
-    before = _sees(places, tokens[:, :, None], window) & (places < first)
+        return before
+    before = before & (places(index)[..., None, :] < _least(tokens)[:, :, None])
     own = _sees(tokens[:, None, :], tokens[:, :, None], window) & index._sees
     return mx.concatenate([before, own], axis=2)
 
@@ -93,6 +92,8 @@ def targets(index: CacheIndex) -> mx.array:
         return mx.where(tokens >= 0, index._slots, -1).reshape(-1)
     own = tokens if every == 1 else mx.where((tokens >= 0) & (tokens % every == every - 1), tokens // every, -1)
     width = index._read_table.shape[1]
+    if index._ring:
+        own = mx.where(own >= 0, own % width, -1)
     slots = mx.take_along_axis(index._read_table, _inside(own, width), axis=1)
     return mx.where((own >= 0) & (own < width), slots, -1).reshape(-1)
 
@@ -107,9 +108,41 @@ def sources(index: CacheIndex) -> mx.array:
 
 
 def own_sources(index: CacheIndex) -> mx.array:
-    """sources [batch, columns], with the lane's first slot in place of those that no token sees."""
+    """sources [batch, columns], with the lane's first slot, of a ring its newest, in place of those no token sees."""
     slots = sources(index)
-    return mx.maximum(mx.where(live(index), slots, slots[:, :1]), 0)
+    # A ring may have no slot at its first column.
+    one = (
+        mx.take_along_axis(slots, mx.maximum(_newest(index), 0) % slots.shape[1], axis=1)
+        if index._ring
+        else slots[:, :1]
+    )
+    return mx.maximum(mx.where(live(index), slots, one), 0)
+
+
+def places(index: CacheIndex) -> mx.array:
+    """The position at which each column stands, a draft's own aside: int32 [columns], of a ring [batch, columns]."""
+    width = index.context if index._sees is None else index._read_table.shape[1]
+    columns = mx.arange(width, dtype=mx.int32)
+    if not index._ring:
+        return stands(columns, index._every)
+    tokens, window = 1 if index._sees is not None else index.seq, index._window
+    if window is None or window + tokens - 1 > width:
+        found = f"a ring of {width} columns, {'no window' if window is None else f'a window of {window}'}"
+        raise CacheError(
+            "CacheIndex.mask", f"{found} and {tokens} tokens", "a ring of the window and the tokens beside it"
+        )
+    newest = _newest(index)
+    return newest - (newest - columns) % width
+
+
+def _newest(index: CacheIndex) -> mx.array:
+    """The greatest position of the lane that the table holds, int32 [batch, 1]: of its tokens, or before a draft."""
+    return index._at.max(axis=1, keepdims=True) if index._sees is None else _least(index._at) - 1
+
+
+def _least(tokens: mx.array) -> mx.array:
+    """The least position of each lane's tokens, int32 [batch, 1], INT32_MAX where there is none."""
+    return mx.where(tokens >= 0, tokens, INT32_MAX).min(axis=1, keepdims=True)
 
 
 def _sees(places: mx.array, tokens: mx.array, window: int | None) -> mx.array:

@@ -12,8 +12,7 @@ import mlx.core as mx
 from mlx_transmuter.cache import columns as see
 from mlx_transmuter.cache.error import INT32_MAX, CacheError, block_sizes, booleans, integer, integers, lengths, pairs
 from mlx_transmuter.cache.storage import read_rows, read_runs, store_rows, zeroed
-
-Signature = tuple[tuple[Any, ...], ...]
+from mlx_transmuter.cache.structure import Signature, fields, walked
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -36,7 +35,7 @@ class CacheIndex:
        blocks of m positions, the slot of block j, which stands at its last position j·m + m - 1. Under a draft the
        call's tokens are columns too, after the table's, each at its token's position. The caller keeps a slot to one
        column of a row, lets sequences share a slot only at the same column after the same tokens, and frees a column
-       once no token still to come can look back to it.
+       once no token still to come can look back to it. In a ring columns come round again: see `ring`.
     2. -1 addresses nothing, and so does every number outside its range: as a position it is padding, in a table a
        column without a slot, as a lane's row a lane that is all padding. A store there is dropped and a read is zero.
        A column without a slot inside what a token sees is a hole: a zero row that the mask shows.
@@ -49,9 +48,9 @@ class CacheIndex:
        Under a selection this holds for each chosen column. What is zeroed and what is masked follow from one window.
     7. Values vary, shapes do not: positions and tables are arrays, so one compiled step serves all of them.
 
-    Four methods go beyond: `at` places other tokens in the same lanes, `narrow` reads only the first columns, `heads`
-    addresses pools that keep heads apart, and `keep` stores what a whole index sees. `store` and `read` are the two
-    halves of `extend`.
+    Five methods go beyond: `at` places other tokens in the same lanes, `narrow` reads only the first columns, `ring`
+    only the last, `heads` addresses pools that keep heads apart, and `keep` stores what a whole index sees. `store` and
+    `read` are the two halves of `extend`.
     """
 
     _case: str  # "tabled", "whole" or "packed"
@@ -67,6 +66,7 @@ class CacheIndex:
     _stride: int | None = None  # row r of the table is the run of slots from r · stride
     _narrowed: bool = False  # ... and walk says so
     _spare: int | None = None  # the row of the pool where what is stored nowhere goes
+    _ring: bool = False  # the columns come round again
 
     # Constructors
 
@@ -161,8 +161,8 @@ class CacheIndex:
         whole index a column is a token of the lane, or under every a block. Replaces the selection it had. Raises
         CacheError for another shape, k = 0, or a draft.
         """
-        if self._sees is not None:
-            raise CacheError("CacheIndex.select", "a draft", "an index without one")
+        if self._sees is not None or self._ring:
+            raise CacheError("CacheIndex.select", "a ring" if self._ring else "a draft", "an index without one")
         return replace(self, _columns=integers("CacheIndex.select: columns", columns, [self.batch, self.seq, "k"]))
 
     def draft(self, slots: Any, sees: Any) -> CacheIndex:
@@ -247,11 +247,24 @@ class CacheIndex:
         index walks as any table of its shape and reads by gathers once it is rebuilt. Raises CacheError for a context
         outside 1 to the table's, or a whole index.
         """
-        if self._table is None:
-            raise CacheError("CacheIndex.narrow", repr(self), "an index over a table")
+        if self._table is None or self._ring:
+            raise CacheError("CacheIndex.narrow", repr(self), "an index over a table, no ring")
         context = integer("CacheIndex.narrow", context, 1, self._table.shape[1])
         blocks = tuple((m, table[:, : -(-context // m)]) for m, table in self._blocks)
         return replace(self, _table=self._table[:, :context], _blocks=blocks, _narrowed=self._stride is not None)
+
+    def ring(self) -> CacheIndex:
+        """The index whose columns come round again, for sequences longer than the table that attend through a window.
+
+        Position p has column p mod context, and a column stands at the last position up to the lane's greatest (under
+        a draft: before its least) that has it. So a table of as many columns as the window has positions, and one more
+        for each further token of a call, holds all that is seen, however long the sequences: `mask` and what needs it
+        raise CacheError without a window, or for a larger one. The lanes of one sequence count as one call. Positions
+        aren't bounded. Raises CacheError for an index that is whole, has tables of blocks, or selects.
+        """
+        if self._table is None or self._blocks or self._columns is not None or self._narrowed:
+            raise CacheError("CacheIndex.ring", repr(self), "an index over a table, whole, without blocks or selection")
+        return replace(self, _ring=True)
 
     def heads(self, n: int, block: int) -> CacheIndex:
         """The index over pools [n · slots, dim] that keep n heads apart, its lanes the batch · n pairs (lane, head).
@@ -324,6 +337,8 @@ class CacheIndex:
 
         For rotating, and for indexing a table of position embeddings. The same whatever `every`.
         """
+        if self._ring:
+            return mx.maximum(self._at, 0)
         last = self.seq if self._table is None else self._table.shape[1]
         return mx.clip(self._at, 0, last - 1)
 
@@ -381,8 +396,7 @@ class CacheIndex:
             raise CacheError("CacheIndex.stands", repr(self), "an index without a selection, and of positions if whole")
         if self._table is None:
             return self._at
-        own = see.stands(mx.arange(self._read_table.shape[1], dtype=mx.int32), self._every)
-        own = mx.broadcast_to(own, (self.batch, own.shape[0]))
+        own = mx.broadcast_to(see.places(self), (self.batch, self._read_table.shape[1]))
         return own if self._sees is None else mx.concatenate([own, self._at], axis=1)
 
     def visible(self) -> mx.array:
@@ -396,42 +410,16 @@ class CacheIndex:
 
         Two indices share a compiled step exactly when their signatures agree: the case (whole, packed, tabled), whether
         row is given, the sizes of blocks in order, every, the window, whether there are a selection and a draft, the
-        run's stride of an index that `narrow` made from rows, the spare row, and whether a whole index keeps its
-        tokens. Leaves in order: row, positions,
-        table, tables of blocks, columns, the draft's slots, its sees.
+        run's stride of an index that `narrow` made from rows, the spare row, whether a whole index keeps its tokens,
+        and whether columns come round. Leaves in order: row, positions, table, tables of blocks, columns, the draft's
+        slots, its sees.
         """
-        signature = (
-            ("tokens", self._case, self._row is not None, tuple(m for m, _ in self._blocks)),
-            ("every", self._every),
-            ("window", self._window),
-            ("columns", self._columns is not None),
-            ("draft", self._sees is not None),
-            ("run", self._stride if self._narrowed else None),
-            ("spare", self._spare),
-            ("keep", self._table is None and self._slots is not None),
-        )
-        leaves = [self._row, self._pos, self._table, *(table for _, table in self._blocks)]
-        leaves += [self._columns, self._slots, self._sees]
-        return signature, [leaf for leaf in leaves if leaf is not None]
+        return walked(self)
 
     @classmethod
     def from_walk(cls, signature: Signature, leaves: Sequence[mx.array]) -> CacheIndex:
         """The index of a walk, also over a step's tracers: from_walk(*index.walk()) is index."""
-        (_, case, has_row, sizes), *reports = signature
-        every, window, has_columns, has_draft, stride, spare, keeps = (report for _, report in reports)
-        tabled = case == "tabled"
-        wanted = 1 + tabled + has_row + len(sizes) + has_columns + 2 * has_draft + keeps
-        if len(leaves) != wanted:
-            raise CacheError("CacheIndex.from_walk", f"{len(leaves)} leaves", f"{wanted} for {signature}")
-        rest = iter(leaves)
-        row = next(rest) if has_row else None
-        pos = next(rest)
-        table = next(rest) if tabled else None
-        blocks = tuple((m, next(rest)) for m in sizes)
-        chosen = next(rest) if has_columns else None
-        slots = next(rest) if has_draft or keeps else None
-        sees = next(rest) if has_draft else None
-        return cls(case, pos, table, row, blocks, every, window, chosen, slots, sees, stride, stride is not None, spare)
+        return cls(**fields(signature, leaves))
 
     def place(self, at: mx.Device | mx.Stream | mx.DeviceType) -> CacheIndex:
         """The index with its arrays made where `at` computes. MLX's memory is shared, so values need no move."""
@@ -450,6 +438,7 @@ class CacheIndex:
         parts += [f"every={self._every}"] if self._every != 1 else []
         parts += [f"window={self._window}"] if self._window is not None else []
         parts += [f"select={self._columns.shape[2]}"] if self._columns is not None else []
+        parts += ["ring"] if self._ring else []
         parts += ["draft"] if self._sees is not None else ["keep"] if self._slots is not None else []
         return f"CacheIndex({', '.join(parts)})"
 

@@ -57,10 +57,14 @@ class Packing:
 
     def unpack(self, rows: mx.array) -> mx.array:
         """rows uint32 [..., width] as values, [..., dim]."""
-        words, rest = rows[..., : self._words], mx.contiguous(rows[..., self._words :]).view(self._scale)
-        scales, biases = rest[..., : self._groups], rest[..., self._groups :]
+        words, scales, biases = self.parts(rows)
         values = mx.dequantize(words, scales, biases, group_size=self.group_size, bits=self.bits)
         return values[..., : self.dim].astype(self.dtype)
+
+    def parts(self, rows: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """rows uint32 [..., width] as mx.quantized_matmul takes them: words, scales and biases, [..., n] each."""
+        words, rest = rows[..., : self._words], mx.contiguous(rows[..., self._words :]).view(self._scale)
+        return words, rest[..., : self._groups], rest[..., self._groups :]
 
     @property
     def _groups(self) -> int:
@@ -84,5 +88,10 @@ class PackedPool(NamedTuple):
 
     def extend(self, index: CacheIndex, values: mx.array, *, zero: bool = True) -> tuple[mx.array, PackedPool]:
         """CacheIndex.extend of values [batch, seq, dim]; what is seen are the values as they were packed."""
+        seen, pool = self.extend_packed(index, values, zero=zero)
+        return self.packing.unpack(seen.rows), pool
+
+    def extend_packed(self, index: CacheIndex, values: mx.array, *, zero: bool = True) -> tuple[PackedPool, PackedPool]:
+        """The same, and what is seen stays packed: its rows are [batch, context, width]."""
         seen, rows = index.extend(self.packing.pack(values), self.rows, zero=zero)
-        return self.packing.unpack(seen), PackedPool(rows, self.packing)
+        return PackedPool(seen, self.packing), PackedPool(rows, self.packing)

@@ -18,7 +18,8 @@ _Key = tuple[int, tuple[int | None, ...]]
 @dataclass
 class _Sequence:
     tokens: list[int | None] = field(default_factory=list)  # None: not told
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)  # from the first that was not dropped
+    dropped: int = 0
 
 
 class Slots:
@@ -105,7 +106,7 @@ class Slots:
         more = [None] * integer("Slots.append: tokens", tokens, 0) if count else _tokens("Slots.append", tokens)
         filled = len(to.tokens) % self.block
         moves = bool(more and filled) and (self._uses[to.blocks[-1]] > 1 or to.blocks[-1] in self._kept)
-        wanted = -(-(len(to.tokens) + len(more)) // self.block) - len(to.blocks) + moves
+        wanted = -(-(len(to.tokens) + len(more)) // self.block) - to.dropped - len(to.blocks) + moves
         if wanted * self.block > self.free_slots:
             found = f"{wanted * self.block} slots wanted and {self.free_slots} of {self.slots} free"
             do = "Free a sequence, or grow the slots and with them the pools."
@@ -124,8 +125,8 @@ class Slots:
     def fork(self, sequence: int, length: int | None = None) -> int:
         """A new sequence of the first `length` tokens (by default all) of this one, in its slots: nothing is copied."""
         of = self._of("fork", sequence)
-        length = len(of.tokens) if length is None else integer("Slots.fork: length", length, 0, len(of.tokens))
-        forked = _Sequence(of.tokens[:length], of.blocks[: -(-length // self.block)])
+        length = len(of.tokens) if length is None else self._length("fork", of, length)
+        forked = _Sequence(of.tokens[:length], of.blocks[: -(-length // self.block) - of.dropped], of.dropped)
         for block in forked.blocks:
             self._use(block)
         return self._named(forked)
@@ -133,21 +134,38 @@ class Slots:
     def trim(self, sequence: int, length: int) -> None:
         """Takes the tokens after the first `length` off the sequence, and their slots."""
         of = self._of("trim", sequence)
-        length = integer("Slots.trim: length", length, 0, len(of.tokens))
-        keep = -(-length // self.block)
+        length = self._length("trim", of, length)
+        keep = -(-length // self.block) - of.dropped
         self._release(of.blocks[keep:])
         del of.tokens[length:], of.blocks[keep:]
+
+    def drop(self, sequence: int, before: int) -> None:
+        """Takes the slots of the whole blocks of tokens before position `before`, at which no token looks any more.
+
+        The sequence goes on and can be forked, but neither be set back to before there nor be kept.
+        """
+        of = self._of("drop", sequence)
+        count = integer("Slots.drop: before", before, 0, len(of.tokens)) // self.block - of.dropped
+        if count > 0:
+            self._release(of.blocks[:count])
+            del of.blocks[:count]
+            of.dropped += count
+
+    def first(self, sequence: int) -> int:
+        """The first position of the sequence that still has a slot; its length where none has."""
+        of = self._of("first", sequence)
+        return min(of.dropped * self.block, len(of.tokens))
 
     def adopt(self, sequence: int, other: int, places: Sequence[int]) -> None:
         """Ends the sequence `other`; its tokens at `places` become the next tokens of `sequence`, in their slots.
 
         So a path through a tree of guesses is kept and nothing is copied. Raises CacheError for blocks of more than one
-        slot, whose places in a sequence are fixed, for places outside `other` or twice, and for slots that others share
-        or may find.
+        slot, whose places in a sequence are fixed, for places outside `other` or twice, for slots that others share or
+        may find, and where some of `other` were dropped.
         """
         to, of = self._of("adopt", sequence), self._of("adopt", other)
         places = [integer("Slots.adopt: places", place, 0, len(of.tokens) - 1) for place in places]
-        if self.block != 1 or sequence == other or len(set(places)) != len(places):
+        if self.block != 1 or sequence == other or len(set(places)) != len(places) or of.dropped:
             found = f"blocks of {self.block} and places {places} of sequence {other}"
             raise CacheError("Slots.adopt", found, "blocks of 1, and each place of another sequence once")
         if any(self._uses[block] > 1 or block in self._kept for block in map(of.blocks.__getitem__, places)):
@@ -162,9 +180,12 @@ class Slots:
         """Lets other sequences find the full blocks of this one: call it once a step has stored their tokens.
 
         tokens: the ids of its first ones, where `append` was told only how many. Raises CacheError for more than it
-        has.
+        has, and for a sequence whose first tokens were dropped.
         """
         of = self._of("keep", sequence)
+        if of.dropped:
+            found = f"a sequence without the slots of its first {of.dropped * self.block} tokens"
+            raise CacheError("Slots.keep", found, "one that has all of them")
         if tokens is not None:
             told = _tokens("Slots.keep", tokens)
             if len(told) > len(of.tokens):
@@ -229,26 +250,34 @@ class Slots:
         self._uses += [0] * len(blocks)
         self._free[:0] = reversed(blocks)
 
-    def table(self, sequences: Sequence[int | None], context: int) -> np.ndarray:
-        """int32 [rows, context] for CacheIndex.make: the slots of each sequence's tokens, then -1; None: all -1."""
+    def table(self, sequences: Sequence[int | None], context: int, *, ring: bool = False) -> np.ndarray:
+        """int32 [rows, context] for CacheIndex.make: the slots of each sequence's tokens, then -1; None: all -1.
+
+        ring: for CacheIndex.ring, of the last `context` tokens, position p at column p mod context.
+        """
         context = integer("Slots.table: context", context, 1)
         table = np.full((len(sequences), context), -1, np.int32)
         for row, sequence in zip(table, sequences, strict=True):
             if sequence is None:
                 continue
             of = self._of("table", sequence)
-            if len(of.tokens) > context:
-                raise CacheError(
-                    "Slots.table: context", context, f"at least {len(of.tokens)}, as sequence {sequence} has"
-                )
-            slots = np.asarray(of.blocks, np.int32)[:, None] * self.block + np.arange(self.block, dtype=np.int32)
-            row[: len(of.tokens)] = slots.reshape(-1)[: len(of.tokens)]
+            length = len(of.tokens)
+            if length > context and not ring:
+                raise CacheError("Slots.table: context", context, f"at least {length}, as sequence {sequence} has")
+            start = max(of.dropped, (length - context) // self.block)
+            blocks = np.asarray(of.blocks[start - of.dropped :], np.int32)
+            slots = (blocks[:, None] * self.block + np.arange(self.block, dtype=np.int32)).reshape(-1)
+            first = max(start * self.block, length - context)
+            row[np.arange(first, length) % context] = slots[first - start * self.block : length - start * self.block]
         return table
 
     def _of(self, what: str, sequence: int) -> _Sequence:
         if sequence not in self._sequences:
             raise CacheError(f"Slots.{what}: sequence", repr(sequence), f"an open one, of {sorted(self._sequences)}")
         return self._sequences[sequence]
+
+    def _length(self, what: str, of: _Sequence, length: int) -> int:
+        return integer(f"Slots.{what}: length", length, min(of.dropped * self.block, len(of.tokens)), len(of.tokens))
 
     def _longest(self, prompt: list[int | None]) -> Iterator[tuple[int, tuple[int | None, ...]]]:
         """The kept blocks that the prompt begins with, and their tokens; without its last token."""

@@ -107,14 +107,46 @@ class Store:
 
     def append(self, sequence: int, count: int) -> None:
         """Gives slots to `count` more tokens of the sequence; a page that it shares and now writes is copied."""
-        copies = self.slots.append(sequence, count)
+        self._copy(self.slots.append(sequence, count))
+
+    def guess(self, counts: Sequence[int]) -> list[int]:
+        """A sequence for the guesses after each row, with slots for counts[r] of them."""
+        drafts = [self.slots.open()[0] for _ in counts]
+        for draft, count in zip(drafts, counts, strict=True):
+            self.slots.append(draft, count)
+        return drafts
+
+    def accept(self, sequences: Sequence[int | None], drafts: Sequence[int], kept: Sequence[Sequence[int]]) -> None:
+        """The guesses at the places kept[r] of drafts[r] become the next tokens of sequences[r]; the drafts end.
+
+        In blocks of one token they stay in their slots. In larger blocks a token has its place by its position: there
+        the kept ones are copied, which the step that stored them must have been evaluated for.
+        """
+        copies: list[tuple[int, int]] = []
+        for sequence, draft, places in zip(sequences, drafts, kept, strict=True):
+            if sequence is None:
+                self.slots.free(draft)
+            elif self.block == 1:
+                self.slots.adopt(sequence, draft, places)
+            elif places:
+                self.append(sequence, len(places))
+                start, count = self.slots.length(sequence) - len(places), len(places)
+                names = self.slots.table([draft], self.slots.length(draft))[0][list(places)]
+                own = self.slots.table([sequence], count, ring=True)[0][np.arange(start, start + count) % count]
+                copies += zip(names.tolist(), own.tolist(), strict=True)
+        self._copy(copies)
+        if self.block > 1:
+            self._end([draft for sequence, draft in zip(sequences, drafts, strict=True) if sequence is not None])
+
+    def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies slots of all pools, (from, to)."""
         if not copies:
             return
         self.copies += len(copies)
         heads = {kind.heads for kind in self.kinds}
         if len(heads) > 1:
             expected = "one number of heads where pages are copied"
-            raise CacheError("Store.append", f"pools of {sorted(heads)} heads", expected, "Use blocks of 1.")
+            raise CacheError("a copy of slots", f"pools of {sorted(heads)} heads", expected, "Use blocks of 1.")
         for n in heads:  # none where a decoder has states alone
             old, new = (self.rows(side, n) for side in zip(*copies, strict=True))
             self.pools.copy(old, new)

@@ -38,6 +38,8 @@ class AssistantRun:
         trees = {row: Tree(text.text[-1]) for row, text in rows.items()}
         # A guess is chosen after the tokens before it were read, and the last one is not read.
         counts = {row: min(most[row], deepest[row], self.total[row] - len(text.text) + 1) for row, text in rows.items()}
+        if self.run.largest is not None:  # more could not be taken back
+            counts = {row: min(count, self.run.largest - 1) for row, count in counts.items()}
         self._set_back(rows)
         going = {row: list(text.text) for row, text in rows.items() if counts[row] > 0}
         logits = self._read(going) if going else None

@@ -113,9 +113,6 @@ class Batch:
             raise GenerationError(
                 "prompt_cache", repr(cache)[:80], "a generation.PromptCache", "PromptCache.load a file"
             )
-        if self.gen.guesses and cache.store.block > 1:
-            found = f"one with block={cache.store.block}, and guesses of several tokens"
-            raise GenerationError("prompt_cache", found, "block=1, for guesses are kept token by token")
         found = None
         if cache.module is not getattr(self.gen.decoder, "module", None):
             found = "one of another model"

@@ -8,11 +8,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.decoder import stride
 from mlx_transmuter.generation.batch import Batch
+from mlx_transmuter.generation.guesses import room
 from mlx_transmuter.generation.host import HostView
 from mlx_transmuter.generation.rows import Row, packs, prompt_parts
 from mlx_transmuter.generation.state import State
+from mlx_transmuter.sizes import stride
 
 
 class Group:
@@ -35,8 +36,9 @@ class Group:
         if self.width > 1:
             inputs = {name: mx.repeat(array, self.width, axis=0) for name, array in inputs.items()}
         if guesses := batch.gen.guesses:
-            # Guesses that are not kept have slots of their own.
-            total = [size + guesses if size else 0 for size in total]
+            block = 1 if batch.prompt_cache is None else batch.prompt_cache.store.block
+            new = [batch.limits[row // self.width] for row in self.all]
+            total = [room(size, n, guesses, block) if size else 0 for size, n in zip(total, new, strict=True)]
             if batch.prompt_cache is None:
                 # As many for each row, of few sizes, so that runs whose rows are pages share steps as other runs do. A
                 # cache's pools have sizes of their own, and a limit.
@@ -75,7 +77,7 @@ class Group:
         if "packed" not in self.batch.gen.decoder.supports or self.batch.positions is not None or any(self.lengths):
             return []
         lengths = {row: len(prompt) for row, prompt in prompts.items()}
-        return packs(lengths, len(self.all), self.batch.ctx.prefill_step_size)
+        return packs(lengths, len(self.all), _step_size(self.run, self.batch))
 
     def _in_lanes(self, prompts: Mapping[int, list[int]], lanes: Sequence[tuple[list[int], int]]) -> mx.array | None:
         """The logits after the prompts, from a step for each lane."""
@@ -154,7 +156,7 @@ def read_in_parts(
     """
     rows = range(batch.gen.batch_size * batch.settings.width)
     start, last = 0, None
-    for part in prompt_parts(max(map(len, texts.values())), batch.ctx.prefill_step_size, how):
+    for part in prompt_parts(max(map(len, texts.values())), _step_size(run, batch), how):
         if batch.cancelled:
             return None
         tokens = np.zeros((len(rows), part), np.int32)
@@ -172,3 +174,8 @@ def read_in_parts(
         run.evaluate(*([] if last is None else [last]))
     assert last is not None  # each text has tokens
     return last
+
+
+def _step_size(run: Any, batch: Batch) -> int:
+    """The most tokens of a step of a prompt."""
+    return min(batch.ctx.prefill_step_size, run.largest or batch.ctx.prefill_step_size)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 NONE = -1
+# The most continuations in one tree.
+BRANCHES = 3
 
 
 class Tree:
@@ -76,6 +78,16 @@ class Guesses(NamedTuple):
     def after(self, proposed: int, kept: int) -> Guesses:
         """With one pass more."""
         return Guesses(self.passes + 1, self.proposed + proposed, self.kept + kept)
+
+
+def room(size: int, new: int, guesses: int, block: int) -> int:
+    """The tokens that a row needs room for: its own, `size` of which `new` are new, and up to so many guesses a pass.
+
+    Guesses that are not kept have slots of their own, whole blocks. No pass stores a text's last token, nor guesses
+    more of it, in each of BRANCHES, than may follow.
+    """
+    nodes = 1 + min(guesses, BRANCHES * max(0, new - 2))
+    return (-(-(size - 1) // block) + -(-nodes // block)) * block
 
 
 def merged(last: int, continuations: Sequence[Sequence[int]], most: int) -> Tree:

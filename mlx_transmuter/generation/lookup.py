@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from mlx_transmuter.generation.guesses import Tree, merged
+from mlx_transmuter.generation.guesses import BRANCHES, Tree, merged
 from mlx_transmuter.generation.rows import Row
 from mlx_transmuter.generation.state import State
 
-# Continuations in one tree, and how many of the latest places are looked at for them.
-BRANCHES, PLACES = 3, 16
+# How many of the latest places are looked at for continuations.
+PLACES = 16
 
 
 class Index:

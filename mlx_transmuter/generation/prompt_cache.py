@@ -27,8 +27,7 @@ class PromptCache:
     model: a Model, or its decoder; the runs must be of the same one, alone or in batches of any size, one at a time.
     max_tokens and max_bytes: the most that the pools hold, of running rows and of kept tokens together; what was used
     least recently goes first, and None is no limit. block: tokens are kept in blocks of so many; of a beginning that
-    ends inside one, the rest is computed again, and guesses of several tokens need blocks of 1. kv_bits, kv_group_size:
-    as the runs' contexts have them.
+    ends inside one, the rest is computed again. kv_bits, kv_group_size: as the runs' contexts have them.
 
     Raises GenerationError for a decoder whose keys and values follow from more than its tokens (an encoder's outputs,
     embeddings), or a limit below one block.

@@ -49,7 +49,8 @@ def _proposer(group: Group) -> AssistantRun | PromptLookup:
 def _passes(
     group: Group, rows: Mapping[int, Row], guessing: AssistantRun | PromptLookup
 ) -> Generator[Step, None, None]:
-    batch, selection, guesses = group.batch, group.selection, group.batch.gen.guesses
+    batch, selection, largest = group.batch, group.selection, group.run.largest
+    guesses = min(batch.gen.guesses, largest - 1) if largest else batch.gen.guesses
     logits = group.prefill()
     if logits is None:
         return

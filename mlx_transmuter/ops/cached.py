@@ -1,11 +1,15 @@
 """Attention over the pools of a cache: what the converter makes of a graph's past, present, mask and softmax.
 
-`index` is a CacheIndex; `lanes` is the same index over pools that keep the heads apart (`CacheIndex.heads`).
+`index` is a CacheIndex; `lanes` is the same index over pools that keep the heads apart (`CacheIndex.heads`). Where
+layers differ in what they see, both are Layered.
 """
+
+from typing import Any
 
 import mlx.core as mx
 
-from mlx_transmuter.cache import PackedPool
+from mlx_transmuter.cache import Layered, PackedPool
+from mlx_transmuter.ops.cached_packed import MOST_TOKENS, mixed_packed, scores_packed
 from mlx_transmuter.ops.exponential import softmax_parts
 from mlx_transmuter.ops.registry import op
 
@@ -29,6 +33,7 @@ def alibi(index, seen, *, slopes):
 
     Press et al. 2022. The distance is that of positions: the column's minus the token's.
     """
+    index = _of(index, seen)
     distance = (index.stands()[:, None] - index.positions()[:, :, None])[:, None].astype(mx.float32)
     bias = mx.array(slopes, mx.float32)[:, None, None] * distance
     # The lowest number, not -inf: the row of a padding token sees nothing, and must not become NaN.
@@ -46,19 +51,21 @@ def attention(q, k, v, keys, values, lanes, seen, sinks=None, *, scale: float, s
     seq, heads · dim]; heads share the keys of heads / kv heads. q may come as [rows · heads, seq, dim]; so does the
     output then, without merge.
     """
+    lanes = _of(lanes, seen)
     rows, kv, seq, dim = k.shape
     flat = q.ndim == 3
     heads = q.shape[0] // rows if flat else q.shape[1]
+    packed = isinstance(keys, PackedPool) and isinstance(values, PackedPool) and _multiplies_packed(seq)
     if values is None:
         k, v, *pools = _both(k, v, keys, lanes)
     else:
-        k, keys = _extended(lanes, k, keys)
-        v, values = _extended(lanes, v, values)
+        k, keys = _extended(lanes, k, keys, packed)
+        v, values = _extended(lanes, v, values, packed)
         pools = (keys, values)
     seen = seen if seen.dtype == mx.bool_ else seen.astype(q.dtype)
     sinks = None if sinks is None else sinks.astype(q.dtype)
-    if softcap or not _has_kernel():
-        out = _explicit(q.reshape(k.shape[0], -1, dim), k, v, seen, sinks, scale, softcap, (rows, heads, seq))
+    if softcap or packed or not _has_kernel():
+        out = _explicit(q.reshape(rows * kv, -1, dim), k, v, seen, sinks, scale, softcap, (rows, heads, seq))
     else:
         k, v = (held.reshape(rows, kv, -1, held.shape[2]) for held in (k, v))
         q = q.reshape(rows, heads, seq, dim)
@@ -67,6 +74,11 @@ def attention(q, k, v, keys, values, lanes, seen, sinks=None, *, scale: float, s
         out = out.reshape(rows, heads, seq, -1).swapaxes(1, 2)
     shape = (rows, seq, -1) if merge else (rows * heads, seq, -1) if flat else (rows, heads, seq, -1)
     return out.reshape(shape), *pools
+
+
+def _of(index, seen):
+    """The index by which a layer with the mask `seen` reads."""
+    return index.of(seen.shape[-1]) if isinstance(index, Layered) else index
 
 
 def _both(k, v, pool, lanes):
@@ -82,11 +94,11 @@ def _both(k, v, pool, lanes):
     return *(part.reshape(-1, *part.shape[2:]) for part in mx.split(held, [k.shape[axis]], axis=axis)), pool
 
 
-def _extended(lanes, values, pool):
-    """lanes.extend of values [rows, heads, seq, dim]: (seen, pool')."""
+def _extended(lanes, values, pool, packed: bool = False) -> tuple[Any, Any]:
+    """lanes.extend of values [rows, heads, seq, dim]: (seen, pool'); what is seen of a PackedPool unpacked, or not."""
     # The pools of a run are its own and hold no NaN, so columns that nobody sees needn't be made zero.
     if isinstance(pool, PackedPool):
-        return pool.extend(lanes, values, zero=False)
+        return (pool.extend_packed if packed else pool.extend)(lanes, values, zero=False)
     # A module may have been cast since its pools got their type.
     return lanes.extend(values.astype(pool.dtype), pool, zero=False)
 
@@ -97,12 +109,24 @@ def _has_kernel() -> bool:
     return mx.default_device() != mx.cpu
 
 
+def _multiplies_packed(seq: int) -> bool:
+    """Whether the device multiplies packed keys and values faster than it unpacks them, in a step of so many tokens.
+
+    The CPU never does.
+    """
+    return _has_kernel() and seq <= MOST_TOKENS
+
+
 def _explicit(q, k, v, seen, sinks, scale: float, softcap: float, sizes: tuple[int, int, int]):
     """Attention written out, one product for all the query heads that share a key's head.
 
-    q: [rows · kv, queries, dim], as is the output; k, v: [rows · kv, context, dim]. sizes: (rows, heads, seq).
+    q: [rows · kv, queries, dim], as is the output; k, v: [rows · kv, context, dim], or both packed. sizes: (rows,
+    heads, seq).
     """
-    if q.shape[1] <= 4 and k.shape[1] >= 512:  # BLAS copies the right side, so that is the short one
+    packed = isinstance(k, PackedPool)
+    if packed:
+        scores = scores_packed(q, k) * scale
+    elif q.shape[1] <= 4 and k.shape[1] >= 512:  # BLAS copies the right side, so that is the short one
         scores = (k @ q.swapaxes(1, 2)).swapaxes(1, 2) * scale
     else:
         scores = q @ k.swapaxes(1, 2) * scale
@@ -120,7 +144,8 @@ def _explicit(q, k, v, seen, sinks, scale: float, softcap: float, sizes: tuple[i
         scores = mx.concatenate([scores.reshape(*sizes, -1), sinks], axis=-1)
     weights, sums = softmax_parts(scores)
     weights = weights if sinks is None else weights[..., :-1]
-    out = weights.reshape(shape) @ v
+    weights = weights.reshape(shape)
+    out = mixed_packed(weights, v) if packed else weights @ v
     return out if sums is None else out / sums.reshape(*out.shape[:2], 1)
 
 

@@ -21,6 +21,7 @@ class Model(RuleBasedStateMachine):
         self.slots = Slots(block * blocks, block)
         self.memory: dict[int, tuple] = {}
         self.sequences: dict[int, list] = {}
+        self.first: dict[int, int] = {}  # of sequences whose beginning was dropped: how many slots of it
         self.kept: set[tuple] = set()
         self.unknown = 0
 
@@ -82,20 +83,49 @@ class Model(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data):
         sequence = self.pick(data)
-        length = data.draw(st.none() | st.integers(0, len(self.sequences[sequence])))
+        length = data.draw(st.none() | st.integers(self.first.get(sequence, 0), len(self.sequences[sequence])))
         free = self.slots.free_slots
         forked = self.slots.fork(sequence, length)
         assert self.slots.free_slots == free, "nothing is copied"
         self.sequences[forked] = self.sequences[sequence][:length]
+        self.first[forked] = self.first.get(sequence, 0)
         assert self.table(forked)[: len(self.sequences[forked])] == self.table(sequence)[: len(self.sequences[forked])]
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def trim(self, data):
         sequence = self.pick(data)
-        length = data.draw(st.integers(0, len(self.sequences[sequence])))
+        least = self.first.get(sequence, 0)
+        length = data.draw(st.integers(least, len(self.sequences[sequence])))
         self.slots.trim(sequence, length)
         del self.sequences[sequence][length:]
+        if least:
+            with pytest.raises(CacheError, match=f"at least {least}"):
+                self.slots.trim(sequence, least - 1)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def drop(self, data):
+        """The slots of whole blocks before a position; those that others have stay theirs (no_slot_is_lost)."""
+        sequence = self.pick(data)
+        before = data.draw(st.integers(0, len(self.sequences[sequence])))
+        had = self.table(sequence)
+        self.slots.drop(sequence, before)
+        first = max(self.first.get(sequence, 0), before // self.slots.block * self.slots.block)
+        self.first[sequence] = first
+        assert self.slots.first(sequence) == first
+        assert self.table(sequence) == [-1] * first + had[first:]
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), width=st.integers(1, 5))
+    def ring(self, data, width: int):
+        """The last columns of the table, position p at column p mod width."""
+        sequence = self.pick(data)
+        length, table = len(self.sequences[sequence]), self.table(sequence)
+        wanted = [-1] * width
+        for position in range(max(0, length - width), length):
+            wanted[position % width] = table[position]
+        assert self.slots.table([sequence], width, ring=True)[0].tolist() == wanted
 
     @precondition(lambda self: self.slots.block == 1 and len(self.sequences) > 1)
     @rule(data=st.data())
@@ -112,7 +142,7 @@ class Model(RuleBasedStateMachine):
             changed = False
         else:
             changed = True
-        assert changed or findable or any(slots[i] in taken for i in places)
+        assert changed or findable or any(slots[i] in taken for i in places) or self.first.get(other)
         if not changed:
             return
         assert not any(slots[i] in taken for i in places), "a slot two sequences have stays at its column"
@@ -125,6 +155,10 @@ class Model(RuleBasedStateMachine):
     @rule(data=st.data())
     def keep(self, data):
         sequence = self.pick(data)
+        if self.first.get(sequence):
+            with pytest.raises(CacheError, match=r"Slots\.keep: found a sequence without the slots of its first"):
+                self.slots.keep(sequence)
+            return
         self.slots.keep(sequence)
         tokens = self.sequences[sequence]
         for end in range(self.slots.block, len(tokens) + 1, self.slots.block):
@@ -164,7 +198,8 @@ class Model(RuleBasedStateMachine):
         """So a slot has two owners only at one column after the same tokens."""
         for sequence, tokens in getattr(self, "sequences", {}).items():
             assert self.slots.length(sequence) == len(tokens)
-            for position, slot in enumerate(self.table(sequence)[: len(tokens)]):
+            first = self.first.get(sequence, 0)
+            for position, slot in list(enumerate(self.table(sequence)[: len(tokens)]))[first:]:
                 assert 0 <= slot < self.slots.slots
                 held, wanted = self.memory[slot], tuple(tokens[: position + 1])
                 assert held == wanted

@@ -74,6 +74,8 @@ class FakeDecoder:
 class FakeRun:
     """One group of rows: their tokens so far, and a record of the calls."""
 
+    largest = None
+
     def __init__(self, decoder: FakeDecoder, total: list[int], inputs: Mapping[str, mx.array] | None, paged: bool):
         self.decoder, self.total, self.inputs, self.paged = decoder, total, dict(inputs or {}), paged
         self.tokens: list[list[int]] = [[] for _ in total]

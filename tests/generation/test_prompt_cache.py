@@ -347,13 +347,48 @@ def test_guesses_need_no_more_room_than_their_number(loaded):
         generation.generate(guessing, prompts, [0] * 2, prompt_cache=small)
 
 
-def test_blocks_of_several_tokens_take_no_guesses_and_say_so_at_once(loaded):
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    block=st.integers(2, 7),
+    lengths=st.lists(st.integers(0, 30), min_size=2, max_size=2).filter(any),
+    new=st.integers(1, 14),
+    guesses=st.sampled_from([{"prompt_lookup_num_tokens": n, "max_matching_ngram_size": 1} for n in (1, 3, 40)] + [{}]),
+    sampling=st.sampled_from([{}, {"do_sample": True, "num_return_sequences": 2, "temperature": 0.5}]),
+)
+def test_guesses_in_blocks_of_several_tokens_and_no_slot_more(block, lengths, new, guesses, sampling, loaded):
+    """Texts, what is kept of them, and that the pools need no more than the blocks of a text and those of its guesses."""
     model = loaded("llama")
-    cache = PromptCache(model, block=4)
-    for guesses in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": model}):
-        with pytest.raises(GenerationError, match="block=4, and guesses of several tokens; expected block=1"):
-            generation.generate(compiled(model, **guesses), [TEXT], [0], prompt_cache=cache)
-    assert not cache.store.busy
+    options = {"max_new_tokens": new, **sampling}
+    guesses = guesses or {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.0, "assistant_model": model}
+    prompts = [[5, 6, 7, 8] * 8][:1] * 2
+    prompts = [prompt[:length] for prompt, length in zip(prompts, lengths, strict=True)]
+    most = max(guesses.get("prompt_lookup_num_tokens", 0), guesses.get("num_assistant_tokens", 0))
+    nodes = 1 + min(most, 3 * max(0, new - 2))
+    rows = [n for n in lengths if n for _ in range(options.get("num_return_sequences", 1))]
+    room = sum(-(-(n + new - 1) // block) + -(-nodes // block) for n in rows) * block
+    cache = PromptCache(model, block=block, max_tokens=room)
+    gen, guessing = compiled(model, 2, **options), compiled(model, 2, **guesses, **options)
+    wanted = generation.generate(gen, prompts, [0, 1])
+    for _ in range(2):
+        same(generation.generate(guessing, prompts, [0, 1], prompt_cache=cache), wanted)
+        slots = cache.store.slots
+        assert slots.slots - slots.free_slots == 0  # of the run nothing is held but what is kept
+        assert (slots.slots, slots.idle_slots) == (room, cache.tokens)
+        poison(cache)
+
+
+@pytest.mark.parametrize("cached", [None, 1, 4])
+def test_absurdly_many_guesses_take_no_more_room_than_a_text_has(cached, loaded, monkeypatch):
+    runs = []
+    begin = Decoder.begin
+    monkeypatch.setattr(Decoder, "begin", lambda *args, **more: runs.append(begin(*args, **more)) or runs[-1])
+    model, prompt = loaded("llama"), [5, 6, 7, 8] * 5
+    cache = None if cached is None else PromptCache(model, block=cached)
+    guessing = compiled(model, prompt_lookup_num_tokens=10**6, max_new_tokens=10)
+    found = generation.generate(guessing, [prompt], [0], prompt_cache=cache)
+    same(found, generation.generate(compiled(model, max_new_tokens=10), [prompt], [0]))
+    assert runs[0].slots.slots <= 64
+    assert int(runs[0].total.max()) <= 64
 
 
 @pytest.mark.parametrize(("name", "found"), [("lfm2", "states"), ("gpt2_reread", "without a cache")])

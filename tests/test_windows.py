@@ -1,0 +1,331 @@
+"""Decoders whose attention all goes through a window: a row costs the window, however long it gets, and is right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import onnxruntime
+import pytest
+from conftest import FIXTURES, NAMES
+from decoding import rows_of, tokens_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlx_transmuter import generation, ops, sizes
+from mlx_transmuter.decoder import Decoder, DecoderError
+from mlx_transmuter.generation import PromptCache
+from mlx_transmuter.generation.rows import prompt_parts
+from mlx_transmuter.ops import cached
+from mlx_transmuter.program import Node
+from mlx_transmuter.sizes import Ring, bucket, near_columns, windows
+
+WINDOWED = ["gemma3_genai", "mistral", "mistral_genai"]  # windows of 8 in all layers
+MIXED = ["gemma2", "gemma3_text", "gpt_neo", "gpt_oss"]  # in one of two
+LAYOUTS = {"runs": {}, "pages": {"paged": True}, "pages of 5": {"paged": True, "block": 5}}
+TEXT = np.random.default_rng(11).integers(3, 60, 250).tolist()
+NEAR = 1e-4  # of the logits' spread, as the goldens have it
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Rings of 16 slots for a window of 8, so that short texts go round them."""
+    monkeypatch.setattr(sizes, "SMALLEST_BUCKET", 16)
+    assert Ring.over(8) == (8, 16)
+
+
+def truth(name: str, text: list[int]) -> np.ndarray:
+    """onnxruntime's logits [tokens, vocab] of the text in one step, without a past."""
+    session = onnxruntime.InferenceSession(FIXTURES / name / "model.onnx", providers=["CPUExecutionProvider"])
+    feed = {"input_ids": [text], "attention_mask": [[1] * len(text)], "position_ids": [list(range(len(text)))]}
+    given = {}
+    for value in session.get_inputs():
+        if value.name in feed:
+            given[value.name] = np.array(feed[value.name], np.int64)
+        else:
+            shape = [1 if axis == 0 else 0 if isinstance(size, str) else size for axis, size in enumerate(value.shape)]
+            given[value.name] = np.zeros(shape, np.float32)
+    return session.run(["logits"], given)[0][0]
+
+
+def checked(run, wanted: np.ndarray, row: int, logits: mx.array) -> None:
+    run.evaluate(logits)
+    end = int(run.lengths[row]) - 1
+    assert np.abs(ops.to_host(logits[row]) - wanted[end]).max() <= NEAR * np.ptp(wanted[end]), end
+
+
+@pytest.mark.parametrize("pages", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("name", WINDOWED)
+def test_every_logit_of_a_long_text_is_onnxruntimes(name, pages, loaded):
+    """A prompt longer than the window in the longest parts that a ring takes, then tokens one by one, two rows apart."""
+    decoder = Decoder(loaded(name).decoder, 2)
+    assert decoder.ring == (8, 64)
+    wanted = truth(name, TEXT)
+    run = decoder.begin([250, 250], **pages)
+    held, columns = [], []
+    for part in [*prompt_parts(100, run.largest), *[1] * 150]:
+        at = run.lengths.tolist()
+        counts = [min(part, 250 - at[0]), min(max(1, part // 2), 250 - at[1])]
+        tokens = [(TEXT[start : start + count] + [0] * part)[:part] for start, count in zip(at, counts, strict=True)]
+        columns.append(run._columns(int((run.lengths + counts).max()), part).context)
+        logits = run.step(np.array(tokens, np.int32), counts)
+        for row in range(2):
+            checked(run, wanted, row, logits)
+        held.append(run.slots.slots - run.slots.free_slots if pages else 2 * run.block)
+    assert max(columns) == 64
+    block = pages.get("block", 1)
+    assert max(held) <= 2 * (64 + 2 * block)
+    assert held[-1] <= (2 * (8 + 1 + 2 * block) if pages else 2 * 64)
+    assert run.pools.slots <= 2 * (64 + 2 * block)
+    run.close()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("pages", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("name", MIXED)
+def test_layers_with_a_window_read_it_alone_and_every_logit_is_onnxruntimes(name, pages, loaded, monkeypatch):
+    """Steps of several tokens too, in rows of two lengths."""
+    widths: list[int] = []
+    of = cached._of
+    monkeypatch.setattr(cached, "_of", lambda index, seen: widths.append(seen.shape[-1]) or of(index, seen))
+    decoder = Decoder(loaded(name).decoder, 2)
+    assert (decoder.ring, decoder.window) == (None, 8)
+    wanted = truth(name, TEXT)
+    run = decoder.begin([250, 250], **pages)
+    for part in [*prompt_parts(100), 8, 9, *[1] * 133]:
+        at = run.lengths.tolist()
+        counts = [min(part, 250 - at[0]), min(max(1, part // 2), 250 - at[1])]
+        tokens = [(TEXT[start : start + count] + [0] * part)[:part] for start, count in zip(at, counts, strict=True)]
+        widths.clear()
+        logits = run.step(np.array(tokens, np.int32), counts)
+        for row in range(2):
+            checked(run, wanted, row, logits)
+        assert len(widths) == 2  # one layer of each kind
+        if part == 1:
+            context = bucket(int(run.lengths.max()))
+            assert sorted(widths) == [16, context]
+    run.close()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", WINDOWED)
+def test_forks_and_guesses_past_many_windows_are_onnxruntimes(name, loaded):
+    """Rows that part and take over from each other, and trees of guesses of which a path is kept."""
+    draw = np.random.default_rng(3)
+    module = loaded(name).decoder
+    texts = [draw.integers(3, 60, 90).tolist() for _ in range(3)]
+    run = Decoder(module, 3).begin([140] * 3, paged=True)
+    known = [text[:20] for text in texts]
+    for part in prompt_parts(20, run.largest):
+        at = int(run.lengths[0])
+        run.evaluate(run.step(np.array([text[at : at + part] for text in texts], np.int32), [part] * 3))
+    for turn in range(20):
+        parents = draw.integers(0, 3, 3).tolist()
+        run.fork(parents)
+        known = [list(known[parent]) for parent in parents]
+        if turn % 2:
+            tokens = draw.integers(3, 60, (3, 1)).astype(np.int32)
+            known = [[*text, int(token)] for text, token in zip(known, tokens[:, 0], strict=True)]
+            logits = run.step(tokens, [1] * 3)[:, None]
+            paths, trees = [[0]] * 3, known
+        else:  # node 0, two after it, and one after the second
+            tokens = draw.integers(3, 60, (3, 4)).astype(np.int32)
+            sees = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
+            logits = run.draft(tokens, np.stack([sees] * 3), np.array([[0, 1, 1, 2]] * 3))
+            paths = [[[0], [0, 1], [0, 2, 3]][draw.integers(0, 3)] for _ in range(3)]
+            trees = [[*text, *row[path].tolist()] for text, row, path in zip(known, tokens, paths, strict=True)]
+        run.evaluate(logits)
+        if not turn % 2:
+            run.accept(paths)
+        for row, (text, path) in enumerate(zip(trees, paths, strict=True)):
+            wanted = truth(name, text)[-1]
+            found = ops.to_host(logits[row, path[-1] if not turn % 2 else 0])
+            assert np.abs(found - wanted).max() <= NEAR * np.ptp(wanted)
+        known = trees
+        assert run.slots.slots - run.slots.free_slots <= 3 * (8 + 4)
+    assert run.copies == 0
+    assert run.lengths.min() > 2 * 16
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", WINDOWED)
+def test_the_goldens_go_round_the_ring(name, loaded):
+    """transformers' tokens, alone, in a ragged batch, in steps of prompts of several sizes."""
+    model, rows = loaded(name), rows_of(name)
+    for most in (1, 4, 2048):
+        ctx = generation.context(
+            model, max_new_tokens=max(map(len, tokens_of(rows))), do_sample=False, prefill_step_size=most
+        )
+        gen = generation.compile(ctx, len(rows))
+        assert gen.decoder.ring == (8, 16)
+        found = generation.generate(gen, [row["prompt"] for row in rows], [0] * len(rows))
+        assert [[t.id for t in text][: len(w)] for text, w in zip(found, tokens_of(rows), strict=True)] == tokens_of(
+            rows
+        )
+        for row in rows:
+            (tokens,) = generation.generate(generation.compile(ctx, 1), [row["prompt"]], [0])
+            assert [token.id for token in tokens][: len(row["tokens"])] == row["tokens"]
+
+
+def generated(gen, prompts, **more):
+    return generation.generate(gen, prompts, list(range(len(prompts))), **more)
+
+
+def same(found, wanted) -> None:
+    assert [[token.id for token in text] for text in found] == [[token.id for token in text] for text in wanted]
+    for text, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose([t.logprob for t in text], [t.logprob for t in other], rtol=0, atol=2e-4)
+
+
+OPTIONS = st.sampled_from(
+    [
+        {},
+        {"kv_bits": 8},
+        {"num_beams": 3},
+        {"num_beams": 2, "num_return_sequences": 2, "do_sample": True, "top_k": 0},
+        {"do_sample": True, "temperature": 1.5, "top_k": 0, "num_return_sequences": 2},
+        {"prompt_lookup_num_tokens": 3},
+        {"prompt_lookup_num_tokens": 1000, "max_matching_ngram_size": 1},
+        {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.0},
+        {"num_assistant_tokens": 40, "assistant_confidence_threshold": 0.0, "do_sample": True},
+    ]
+)
+
+
+@pytest.mark.usefixtures("small")
+@settings(max_examples=36, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(["mistral", "gemma2", "gpt_oss"]),
+    options=OPTIONS,
+    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=3).filter(any),
+    new=st.integers(1, 40),
+    step=st.sampled_from([3, 16, 2048]),
+    cached=st.sampled_from([None, 1, 4]),
+)
+def test_texts_are_those_of_a_cache_that_keeps_and_reads_everything(name, options, lengths, new, step, cached, loaded):
+    model = loaded(name)
+    if "num_assistant_tokens" in options:
+        options = {**options, "assistant_model": model}
+    plain = {"eos_token_id": None, "do_sample": False, "token_logprobs": True, "max_new_tokens": new}
+    ctx = generation.context(model, **{**plain, "prefill_step_size": step, **options})
+    gen, all_kept = generation.compile(ctx, len(lengths)), generation.compile(ctx, len(lengths))
+    for each in (all_kept.decoder, *([all_kept.assistant.decoder] if all_kept.assistant else [])):
+        each.ring = each.window = None
+    prompts = [TEXT[:length] for length in lengths]
+    wanted = generated(all_kept, prompts)
+    if cached is None:
+        same(generated(gen, prompts), wanted)
+        return
+    cache = PromptCache(model, block=cached, kv_bits=options.get("kv_bits"))
+    for _ in range(2):
+        same(generated(gen, prompts, prompt_cache=cache), wanted)
+
+
+@pytest.mark.usefixtures("small")
+def test_several_prompts_in_a_lane_go_on_in_rings(loaded):
+    """Where they are short enough for their rows; longer ones run in parts."""
+    model = loaded("mistral")
+    ctx = generation.context(model, max_new_tokens=30, eos_token_id=None, do_sample=False, token_logprobs=True)
+    gen, all_kept = (generation.compile(ctx, 6) for _ in range(2))
+    all_kept.decoder.ring = all_kept.decoder.window = None
+    for lengths, packs in (((9, 2, 1, 3, 1, 2), True), ((10, 2, 1, 3, 1, 2), False)):
+        prompts = [TEXT[i : i + n] for i, n in enumerate(lengths)]
+        same(generated(gen, prompts), generated(all_kept, prompts))
+        assert any(key[0] == "packed" for key in gen.decoder._compiled) == packs or not packs
+    run = gen.decoder.begin([40] * 6)
+    with pytest.raises(DecoderError, match="at most 9 each"):
+        run.packed([TEXT[:10], [], [], [], [], []], 10)
+
+
+@pytest.mark.parametrize("pages", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_row_is_set_back_while_its_window_is_there(pages, loaded):
+    decoder, wanted = Decoder(loaded("mistral").decoder, 1), truth("mistral", TEXT)
+    run = decoder.begin([250], **pages)
+    at = 0
+    for part in prompt_parts(200, run.largest):
+        run.evaluate(run.step(np.array([TEXT[at : at + part]], np.int32), [part]))
+        at += part
+    least = 200 - run.ring.step if not pages else int(run._first()[0]) + 7
+    with pytest.raises(DecoderError, match="a window of 8 tokens before"):
+        run.back([least - 1])
+    wrong = np.array([[7] * (200 - least)], np.int32)
+    run.back([max(least, 195)])
+    with pytest.raises(DecoderError, match="a window of 8 tokens before"):
+        run.back([least - 1])
+    run.back([least])
+    if wrong.size:
+        run.evaluate(run.step(wrong, [wrong.size]))
+        run.back([least])
+    for token in TEXT[least : least + 30]:
+        checked(run, wanted, 0, run.step(np.array([[token]], np.int32), [1]))
+
+
+@pytest.mark.usefixtures("compiling")
+@pytest.mark.parametrize("pages", LAYOUTS.values(), ids=LAYOUTS)
+def test_steps_and_slots_stay_what_they_are_however_long_a_row_gets(pages, loaded):
+    decoder = Decoder(loaded("mistral").decoder, 1, max_positions=2**20)
+    run = decoder.begin([2**20], **pages)
+    size = sum(pool.nbytes for pool in run.pools.arrays)
+    assert size < 3 * 64 * run.store.slot_bytes
+    seen = []
+    for count in (100, 300):
+        for _ in range(count):
+            run.evaluate(run.step(np.array([[5]], np.int32), [1]))
+        seen.append((decoder.compilations, run.slots.free_slots, run._columns(int(run.lengths[0]) + 1, 1)))
+    assert seen[0] == seen[1]
+    assert seen[0][2] == (64, True, 0)
+    assert decoder.compilations == 2  # of the ring before it is full, and after
+
+
+def test_a_step_of_more_tokens_than_a_ring_takes_is_refused(loaded):
+    run = Decoder(loaded("mistral").decoder, 1).begin([200])
+    assert run.largest == 57
+    with pytest.raises(DecoderError, match="a step of 65 tokens over a window of 8; expected at most 57"):
+        run.step(np.array([TEXT[:65]], np.int32), [65])
+    assert Decoder(loaded("mistral").decoder, 1).begin([64]).largest is None  # no row outgrows it
+
+
+def test_only_decoders_without_a_layer_that_sees_everything_have_a_ring(loaded):
+    decoders = {name: Decoder(loaded(name).decoder, 1) for name in NAMES}
+    assert [name for name, decoder in decoders.items() if decoder.ring] == WINDOWED
+    assert [name for name, decoder in decoders.items() if decoder.window and not decoder.ring] == MIXED
+
+
+def test_a_program_with_an_odd_window_has_no_ring(loaded):
+    program = loaded("mistral").decoder.program
+    assert windows(program) == {8}
+    for window in ("8", 0, -3, None):
+        nodes = [
+            replace(node, attrs={"window": window}) if node.op == "mlx.visible" else node for node in program.nodes
+        ]
+        assert 0 in windows(replace(program, nodes=tuple(nodes)))
+    short = Node("mlx.attention", ("q",), ("o",))
+    assert windows(replace(program, nodes=(*program.nodes, short))) == {0, 8}
+
+
+@pytest.mark.parametrize(
+    ("window", "slots"), [(1, 64), (32, 64), (33, 128), (512, 640), (2047, 2560), (4096, 5120), (131072, 163840)]
+)
+def test_a_ring_has_a_quarter_more_than_its_window(window, slots):
+    ring = Ring.over(window)
+    assert ring == (window, slots)
+    assert ring.step >= max(32, window // 4)
+
+
+@pytest.mark.parametrize(
+    ("window", "seq", "context", "paged", "columns"),
+    [
+        (None, 1, 4096, True, 0),
+        (512, 1, 4096, False, 512),
+        (512, 1, 1792, False, 0),
+        (512, 1, 1792, True, 512),
+        (512, 1, 512, True, 0),
+        (512, 2, 4096, False, 640),
+        (128, 2048, 16384, False, 2304),
+        (128, 2048, 8192, False, 0),
+    ],
+)
+def test_a_window_is_read_alone_where_that_is_less(window, seq, context, paged, columns):
+    """Columns that are gathered cost about four of a run's, which are read as they lie, and one of a page's."""
+    assert near_columns(window, seq, context, paged) == columns
