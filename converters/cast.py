@@ -25,7 +25,7 @@ from mlx_transmuter.signature import Signature
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 HALVES = ("float16", "bfloat16")
-LAYER_OPS = ("mlx.linear", "mlx.embedding", "mlx.as_linear")
+LAYER_OPS = ("mlx.linear", "mlx.embedding", "mlx.as_linear", "mlx.switch_linear")
 # What overflows or loses digits in a half type where it is a node of its own.
 _ISLANDS = (
     *("Softmax", "LogSoftmax", "Exp", "Log", "Pow", "Sqrt", "Reciprocal", "CumSum", "ReduceMean", "ReduceSum"),

@@ -16,6 +16,7 @@ from converters.card import card
 from converters.errors import ConvertError
 from converters.names import name_inputs, name_weights
 from converters.passes import IN_GRAPH
+from converters.passes.hit import every_expert
 from converters.passes.joined import joined
 from converters.read import read
 from converters.trials import form, in_graph, over_pools, save_weights
@@ -130,7 +131,7 @@ def _convert_into(
     if changes.quantize:
         quantize.check(graph, path)
     signature = Signature.of(graph)
-    graph = name_weights(graph.select(signature.outputs))
+    graph = every_expert(name_weights(graph.select(signature.outputs)), path)
     given, meta = graph, dict[str, Any]()
     if changes.float_activations:
         graph, meta["float_activations"] = changed.in_float(graph, path)

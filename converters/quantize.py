@@ -17,8 +17,8 @@ from mlx_transmuter import ops
 from mlx_transmuter.changes import Quantization
 from mlx_transmuter.program import Node, Program, Weight
 
-KINDS = {"Linear": "QuantizedLinear", "Embedding": "QuantizedEmbedding"}
-_LAYER_OPS = ("mlx.linear", "mlx.embedding", "mlx.as_linear")
+KINDS = {"Linear": "QuantizedLinear", "Embedding": "QuantizedEmbedding", "SwitchLinear": "QuantizedSwitchLinear"}
+_LAYER_OPS = ("mlx.linear", "mlx.embedding", "mlx.as_linear", "mlx.switch_linear")
 # Operators whose weights are integers: a file that has them is quantised already.
 _QUANTIZED = (
     *("MatMulInteger-", "ConvInteger-", "QLinear", "DequantizeLinear-", "com.microsoft.DequantizeLinear-"),
@@ -88,9 +88,9 @@ def _typed(program: Program, layers: dict[str, dict]) -> list[Node]:
 
 
 def _arrays(layer: str, weight: Tensor, bits: int, group: int, path: Path) -> dict[str, Tensor]:
-    """The weight uint32 [rows, columns · bits / 32], scales and biases [rows, columns / group] of a layer."""
+    """The weight uint32 [..., rows, columns · bits / 32], scales and biases [..., rows, columns / group] of a layer."""
     kind = "float16" if weight.dtype == "float16" else "float32"
-    rows, columns = weight.shape
+    *rows, columns = weight.shape
 
     def make() -> tuple[mx.array, ...]:
         floats = weight.array().astype(ops.device_dtype(kind))
@@ -102,9 +102,9 @@ def _arrays(layer: str, weight: Tensor, bits: int, group: int, path: Path) -> di
 
     weight_, scales, biases = parts(make, 3)
     return {
-        f"{layer}.weight": Tensor("uint32", (rows, columns * bits // 32), weight_),
-        f"{layer}.scales": Tensor(kind, (rows, columns // group), scales),
-        f"{layer}.biases": Tensor(kind, (rows, columns // group), biases),
+        f"{layer}.weight": Tensor("uint32", (*rows, columns * bits // 32), weight_),
+        f"{layer}.scales": Tensor(kind, (*rows, columns // group), scales),
+        f"{layer}.biases": Tensor(kind, (*rows, columns // group), biases),
     }
 
 
@@ -117,7 +117,7 @@ def within_bound(floats: mx.array, weight: mx.array, scales: mx.array, biases: m
     bias to their type adds.
     """
     group, levels = floats.shape[-1] // scales.shape[-1], 2**bits - 1
-    scale, bias = (mx.repeat(part.astype(mx.float32), group, axis=1) for part in (scales, biases))
+    scale, bias = (mx.repeat(part.astype(mx.float32), group, axis=-1) for part in (scales, biases))
     held = mx.dequantize(weight, scales.astype(mx.float32), biases.astype(mx.float32), group_size=group, bits=bits)
     value = mx.round((held - bias) / scale)
     steps = mx.where((value == 0) | (value == levels), 1.0, 0.5)

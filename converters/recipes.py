@@ -20,10 +20,12 @@ from mlx_transmuter.program import Node, Program
 _PARTS = ("Split-", "Slice-", "Gather-")
 # What has the value as its first input, and a shape or axes after it.
 _RESHAPED = ("Reshape-", "Expand-", "Unsqueeze-", "Squeeze-", "Tile-", *_PARTS)
-_LAYERS = ("mlx.linear", "mlx.as_linear", "mlx.embedding")
+_LAYERS = ("mlx.linear", "mlx.switch_linear", "mlx.as_linear", "mlx.embedding")
+_PRODUCTS = ("mlx.linear", "mlx.switch_linear")
 _ACTIVATIONS = (
     "mlx.gate",
     "mlx.activate",
+    "mlx.expert_activation",
     "Sigmoid-",
     "Tanh-",
     "Relu-",
@@ -49,7 +51,7 @@ def bits_of(program: Program, wanted: Quantization, path: Path) -> dict[str, int
     graph = Graph(program)
     place = {node.outputs[0]: i for i, node in enumerate(program.nodes) if node.outputs}
     values = sorted(_value_projections(graph), key=lambda node: place[node.outputs[0]])
-    downs = [node for node in graph.nodes if node.op == "mlx.linear" and _is_down(graph, node)]
+    downs = [node for node in graph.nodes if node.op in _PRODUCTS and _is_down(graph, node)]
     if not downs:
         found = f"no down projection among {len(program.layers)} layers"
         do = "quantise to one number of bits"
@@ -101,7 +103,7 @@ def _is_down(graph: Graph, node: Node) -> bool:
     inputs = {value.name for value in graph.program.inputs}
     return (
         bool(sources)
-        and all(source.op == "mlx.linear" for source in sources)
+        and all(source.op in _PRODUCTS for source in sources)
         and any(op.startswith(_ACTIVATIONS) for op in passed)
         and not reached & inputs
     )

@@ -4,7 +4,9 @@ used.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,14 +46,14 @@ class Tensor:
     twice.
 
     dtype: the ONNX type's name. shape: its shape. read: gives the data as a numpy array of that shape (bfloat16 and the
-    like as ml_dtypes has them; 4-bit integers one a byte). turned: the tensor whose transpose this one is, if it was
-    made so.
+    like as ml_dtypes has them; 4-bit integers one a byte). holds: the tensors that this one was made of, each with a
+    view of it in this one's array.
     """
 
     dtype: str
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
-    turned: Tensor | None = None
+    holds: tuple[tuple[Tensor, Callable[[mx.array], mx.array]], ...] = ()
 
     @property
     def size(self) -> int:
@@ -63,7 +65,29 @@ class Tensor:
 
     def transposed(self) -> Tensor:
         """The tensor with its axes in reverse order."""
-        return Tensor(self.dtype, self.shape[::-1], lambda: self.read().transpose(), turned=self)
+        return self.swapped(tuple(range(len(self.shape)))[::-1])
+
+    def swapped(self, axes: tuple[int, ...]) -> Tensor:
+        """The tensor with its axes in another order, one that undoes itself."""
+        shape = tuple(self.shape[axis] for axis in axes)
+        return Tensor(self.dtype, shape, lambda: self.read().transpose(axes), ((self, lambda a: a.transpose(axes)),))
+
+
+def below(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """The tensors one after the other along the axis."""
+    sizes = [one.shape[axis] for one in tensors]
+    ends = itertools.accumulate(sizes)
+    rows = [(*[slice(None)] * axis, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+    holds = tuple((one, operator.itemgetter(part)) for one, part in zip(tensors, rows, strict=True))
+    shape = (*tensors[0].shape[:axis], sum(sizes), *tensors[0].shape[axis + 1 :])
+    return Tensor(tensors[0].dtype, shape, lambda: np.concatenate([one.read() for one in tensors], axis), holds)
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors side by side along a new first axis."""
+    holds = tuple((one, operator.itemgetter(i)) for i, one in enumerate(tensors))
+    shape = (len(tensors), *tensors[0].shape)
+    return Tensor(tensors[0].dtype, shape, lambda: np.stack([one.read() for one in tensors]), holds)
 
 
 def parts(make: Callable[[], tuple[mx.array, ...]], count: int) -> list[Callable[[], np.ndarray]]:

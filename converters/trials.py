@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ from converters.branches import branch_taken
 from converters.errors import ConvertError
 from converters.match import Record, Rewrite
 from converters.observe import step
-from converters.passes import OVER_POOLS, rewrite
-from converters.passes.experts import experts
+from converters.passes import BY_VALUES, OVER_POOLS, rewrite
 from converters.tensors import Tensor
 from mlx_transmuter import ops, weights
 from mlx_transmuter.module import Module
@@ -67,7 +66,7 @@ def in_graph(
                 if not order and start is graph:
                     raise  # the graph itself is at fault
                 continue
-            eager = any(record.name == experts.__name__ and record.held for record in records)
+            eager = any(record.name in BY_VALUES and record.held for record in records)
             if wanted is None:
                 wanted, single = _wanted(_plain_module(graph, program, module), signature, case, eager, path)
             plan, errors = prove.best_plan(module, _for(tried, single), case, wanted, limit)
@@ -209,18 +208,17 @@ def _check_logits(wanted: list[list[np.ndarray]], vocab: int, path: Path) -> Non
 
 def _plain_module(graph: Program, program: Program, module: Module) -> Module:
     """The unrewritten graph over the converted module's own arrays, so that no weight is in memory twice."""
-    by_tensor: dict[int, str] = {id(tensor): name for name, tensor in program.arrays.items()}
-    turned = {id(tensor.turned): name for name, tensor in program.arrays.items() if tensor.turned is not None}
-    arrays = dict(module.weights())
+    held: dict[int, Callable[[], mx.array]] = {}
 
-    def array(tensor: Tensor) -> mx.array:
-        if id(tensor) in by_tensor:
-            return arrays[by_tensor[id(tensor)]]
-        if id(tensor) in turned:
-            return arrays[turned[id(tensor)]].T
-        return tensor.array()
+    def note(tensor: Tensor, array: Callable[[], mx.array]) -> None:
+        held[id(tensor)] = array
+        for part, view in tensor.holds:
+            note(part, lambda view=view: view(array()))
 
-    return Module(replace(graph), {name: array(tensor) for name, tensor in graph.arrays.items()})
+    for name, array in module.weights().items():
+        note(program.arrays[name], lambda array=array: array)
+    arrays = {name: held[id(one)]() if id(one) in held else one.array() for name, one in graph.arrays.items()}
+    return Module(replace(graph), arrays)
 
 
 def save_weights(folder: Path, program: Program, progress: bool) -> None:

@@ -2,7 +2,8 @@
 
 1. fold: what depends on constants alone is computed now; later rewrites then see constants where exporters wrote
 chains.
-   experts: before the rewrites that walk the graph, which they can't while the sizes of a step depend on its values.
+   experts, grouped: before the rewrites that walk the graph, which they can't while the sizes of a step depend on its
+   values. (hit is none of these: it is done to the graph before anything is compared with it.)
 2. positions: a graph that takes positions from the length of its cache gets an input for them, so that it runs over a
 buffer;
    before settle, which would leave fewer nodes to tell positions from columns by.
@@ -13,8 +14,9 @@ buffer;
    unpacked: onnxruntime's Attention gives its projections away, before linear, which makes a layer of them.
 5. integers: before embedding and linear, which take what is left of its weights in floats.
    embedding: before linear, so that a head tied to the embedding finds its table.
-6. linear, quantized: products with a constant matrix become layers; flat: these take rows of any shape; joined: those
-   of one input become one.
+6. linear, quantized: products with a constant matrix become layers; opened: those of a mixture in one operator too.
+   flat: these take rows of any shape; chosen: those of alike experts stand in stacks; joined: those of one input become
+   one.
 7. norms, rotary, gates: one node for what exporters write in several; parted: after rotary, which looks for slices.
 8. attention: after settle, which leaves of the repeated keys and of the reshapes only what matters; the past and the
    present become pools, and the mask, which nothing reads any more, goes. group_query: the same for the operator that
@@ -29,12 +31,14 @@ from dataclasses import replace
 
 from converters.match import Graph, Record, Rewrite, apply, renamed
 from converters.passes.attention import attention
+from converters.passes.chosen import chosen
 from converters.passes.embedding import embedding
 from converters.passes.experts import experts
 from converters.passes.flat import flat
 from converters.passes.fold import fold
 from converters.passes.gates import gates
 from converters.passes.group_query import group_query
+from converters.passes.grouped import grouped
 from converters.passes.heads import heads
 from converters.passes.integers import integers
 from converters.passes.joined import joined
@@ -42,6 +46,7 @@ from converters.passes.last import last
 from converters.passes.linear import linear
 from converters.passes.narrow import narrow
 from converters.passes.norms import norms
+from converters.passes.opened import opened
 from converters.passes.parted import parted
 from converters.passes.positions import positions
 from converters.passes.quantized import quantized
@@ -58,6 +63,7 @@ from mlx_transmuter.signature import ENDS, INDEX, LANES, OPTIONAL, TOKENS
 IN_GRAPH: tuple[Rewrite, ...] = (
     fold,
     experts,
+    grouped,
     positions,
     narrow,
     settle,
@@ -68,13 +74,17 @@ IN_GRAPH: tuple[Rewrite, ...] = (
     embedding,
     linear,
     quantized,
+    opened,
     flat,
+    chosen,
     joined,
     norms,
     rotary,
     gates,
     parted,
 )
+# Those that take sizes which depend on values out of a step: where one is made, the graph itself runs eagerly.
+BY_VALUES = ("experts", "grouped")
 OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last, heads, together)
 
 
@@ -96,4 +106,4 @@ def rewrite(program: Program, order: tuple[Rewrite, ...]) -> tuple[Program, list
     ), records
 
 
-__all__ = ["IN_GRAPH", "OVER_POOLS", "rewrite"]
+__all__ = ["BY_VALUES", "IN_GRAPH", "OVER_POOLS", "rewrite"]

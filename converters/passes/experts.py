@@ -34,13 +34,25 @@ def experts(graph: Graph) -> Iterator[Answer]:
 
 
 def _indices(graph: Graph, node: Node) -> list[Node]:
-    """The nodes that give the indices of each axis apart, [found]: Squeeze(Split(Transpose(NonZero)))."""
+    """The nodes that give the indices of each axis apart, [found]: Squeeze(Split(Transpose(NonZero))), or of Slices."""
     turned = graph.only_consumer(node.outputs[0])
-    split = graph.only_consumer(turned.outputs[0]) if turned and is_kind(turned, "Transpose") else None
-    if split is None or not is_kind(split, "Split") or split.attrs.get("axis", 0) not in (1, -1):
-        return []
-    found = [graph.only_consumer(name) for name in split.outputs]
+    parts = graph.consumers(turned.outputs[0]) if turned and is_kind(turned, "Transpose") else []
+    if len(parts) == 1 and is_kind(parts[0], "Split") and parts[0].attrs.get("axis", 0) in (1, -1):
+        columns = list(parts[0].outputs)
+    else:
+        columns = [part.outputs[0] for part in sorted(parts, key=lambda part: _column(graph, part))]
+        if [_column(graph, part) for part in parts] != list(range(len(parts))):
+            return []
+    found = [graph.only_consumer(name) for name in columns]
     return [one for one in found if one is not None and is_kind(one, "Squeeze")]
+
+
+def _column(graph: Graph, node: Node) -> int:
+    """Which column alone a Slice gives, -1 for another node."""
+    given = [graph.constant(name) for name in node.inputs[1:]] if is_kind(node, "Slice") else []
+    parts = [int(one.item()) for one in given if one is not None and one.size == 1]
+    plain = len(parts) == len(given) >= 3 and parts[1] == parts[0] + 1 and parts[2:] in ([1], [-1], [1, 1], [-1, 1])
+    return parts[0] if plain else -1
 
 
 def _scatters(graph: Graph, index: str) -> list[Node]:
@@ -53,6 +65,23 @@ def _scatters(graph: Graph, index: str) -> list[Node]:
             found.append(node)
         elif any(is_kind(node, kind) for kind in _CARRIES) and node.inputs[0] == index:
             found += _scatters(graph, node.outputs[0])
+    return found
+
+
+def _gathers(graph: Graph, index: str) -> list[Node]:
+    """The nodes that gather tokens at the index, [found]: Gather on any axis, GatherND at [found, 1]."""
+    found = []
+    for node in graph.consumers(index):
+        if is_kind(node, "Gather") and node.inputs[1] == index:
+            found.append(node)
+        elif is_kind(node, "Unsqueeze") and (axes := graph.constant(node.inputs[1])) is not None and axes.size == 1:
+            last = int(axes.item()) in (1, -1)
+            others = [one for one in graph.consumers(node.outputs[0]) if is_kind(one, "GatherND")]
+            found += [
+                one
+                for one in others
+                if last and one.inputs[1] == node.outputs[0] and not one.attrs.get("batch_dims", 0)
+            ]
     return found
 
 
@@ -82,9 +111,8 @@ def _everywhere(
         Node("Unsqueeze-13", (names["had"], names["last"]), (names["has"],)),
     )
     yield Become(which, first)
-    for node in graph.consumers(token.outputs[0]):
-        if is_kind(node, "Gather") and node.inputs[1] == token.outputs[0]:
-            yield Become(node, (), aliases={node.outputs[0]: node.inputs[0]})
+    for node in _gathers(graph, token.outputs[0]):
+        yield Become(node, (), aliases={node.outputs[0]: node.inputs[0]})
     for node in scatters:
         data, _, update = node.inputs
         if node.attrs.get("reduction", "none") == "none":

@@ -7,24 +7,30 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from converters.match import Answer, Become, Graph
-from converters.tensors import Tensor
+from converters.tensors import Tensor, below
 from mlx_transmuter.program import Node
+
+# The axis of a layer's outputs in all that it holds.
+_OUTPUTS = {"mlx.linear": 0, "mlx.switch_linear": 1}
 
 
 def joined(graph: Graph) -> Iterator[Answer]:
-    """mlx.linear(x, a), mlx.linear(x, b), … of one scope and one kind of layer → mlx.linear(x, ab) and a Split.
+    """mlx.linear(x, a), mlx.linear(x, b), … of one scope and one kind of layer → mlx.linear(x, ab) and a Split; so for
+    mlx.switch_linear, of which the matrices of each expert stand below one another.
 
     The matrices stand below one another, so each output is what it was, and a short x costs one pass in place of
     several.
     """
     groups: dict[tuple, list[Node]] = {}
     for node in graph.nodes:
-        if node.op != "mlx.linear":
+        if node.op not in _OUTPUTS:
             continue
         path = node.inputs[1]
         layer = graph.program.layers[path]
         types = tuple((part, array.dtype) for part, array in _arrays(graph, path).items())
-        key = (node.inputs[0], _scope(path)[0], tuple(sorted(layer.items())), tuple(node.attrs.items()), types)
+        others = (node.op, node.inputs[0], *node.inputs[2:])
+        scope = _scope(path)[0] if node.op == "mlx.linear" else ""  # rows for experts are read by one mixture alone
+        key = (others, scope, tuple(sorted(layer.items())), tuple(node.attrs.items()), types)
         groups.setdefault(key, []).append(node)
     for nodes in groups.values():
         paths = [node.inputs[1] for node in nodes]
@@ -36,12 +42,13 @@ def joined(graph: Graph) -> Iterator[Answer]:
 def _one(graph: Graph, nodes: Sequence[Node], paths: Sequence[str]) -> Become:
     first, path = nodes[0], _name(graph, paths)
     parts = [_arrays(graph, one) for one in paths]
-    arrays = {f"{path}.{part}": _below([one[part] for one in parts]) for part in parts[0]}
-    sizes = np.array([one["weight"].shape[0] for one in parts], np.int64)
+    axis = _OUTPUTS[first.op]
+    arrays = {f"{path}.{part}": below([one[part] for one in parts], axis) for part in parts[0]}
+    sizes = np.array([one["weight"].shape[axis] for one in parts], np.int64)
     whole, split = f"{first.outputs[0]}.joined", f"{path}.split"
     outputs = tuple(node.outputs[0] for node in nodes)
     made = (
-        Node("mlx.linear", (first.inputs[0], path), (whole,), first.attrs, first.name),
+        Node(first.op, (first.inputs[0], path, *first.inputs[2:]), (whole,), first.attrs, first.name),
         Node("Split-13", (whole, split), outputs, {"axis": -1}, first.name),
     )
     layers = {path: graph.program.layers[paths[0]]}
@@ -49,15 +56,9 @@ def _one(graph: Graph, nodes: Sequence[Node], paths: Sequence[str]) -> Become:
 
 
 def _arrays(graph: Graph, path: str) -> dict[str, Tensor]:
-    """What the layer holds, all of it with its outputs on the first axis: weight, and bias, scales and biases."""
+    """What the layer holds: weight, and bias, scales and biases."""
     start = f"{path}."
     return {name[len(start) :]: array for name, array in graph.program.arrays.items() if name.startswith(start)}
-
-
-def _below(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors one below the other."""
-    shape = (sum(one.shape[0] for one in tensors), *tensors[0].shape[1:])
-    return Tensor(tensors[0].dtype, shape, lambda: np.concatenate([one.read() for one in tensors]))
 
 
 def _scope(path: str) -> tuple[str, str]:

@@ -32,7 +32,7 @@ def linear(graph: Graph) -> Iterator[Answer]:
     """MatMul(x, W) [+ b], MatMul(x, Wᵀ) and Gemm(x, W, b) with a constant W and b → mlx.linear."""
     given: dict[str, str] = {}  # the name of a matrix -> the bias that its layer has
     for node in graph.nodes:
-        found = _product(graph, node)
+        found = product(graph, node)
         if found is None:
             continue
         name, matrix, bias = found
@@ -88,7 +88,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return bool((first[:1] == second[:1]).all()) and np.array_equal(first, second)
 
 
-def _product(graph: Graph, node: Node) -> tuple[str, Tensor, str] | None:
+def product(graph: Graph, node: Node) -> tuple[str, Tensor, str] | None:
     """The name of the weight of a product, its matrix as [out, in], and the name of its bias ("" for none)."""
     if is_kind(node, "MatMul"):
         name = node.inputs[1]

@@ -12,6 +12,7 @@ from mlx_transmuter.ops import (  # noqa: F401
     control,
     convolution,
     creation,
+    experts,
     fused,
     gathering,
     heads,

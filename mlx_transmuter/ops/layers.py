@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_transmuter.ops.experts import QuantizedSwitchLinear, SwitchLinear
 from mlx_transmuter.ops.gathering import places
 from mlx_transmuter.ops.registry import Known, Layer, OperatorError, op
 
@@ -15,19 +16,23 @@ def layer(kind: str, **options) -> nn.Module:
     """An empty layer of that kind, whose arrays `load_weights` fills. Raises OperatorError for a kind that is not here.
 
     kind "Linear" (bias), "Embedding", "QuantizedLinear" (bias, bits, group_size), "QuantizedEmbedding" (bits,
-    group_size).
+    group_size); of a mixture's experts "SwitchLinear" (bias), "QuantizedSwitchLinear" (bias, bits, group_size).
     """
     bias = bool(options.get("bias", False))
     if kind == "Linear":
         return nn.Linear(1, 1, bias=bias)
     if kind == "Embedding":
         return nn.Embedding(1, 1)
-    if kind in ("QuantizedLinear", "QuantizedEmbedding"):
+    if kind == "SwitchLinear":
+        return SwitchLinear(1, 1, 1, bias=bias)
+    if kind in ("QuantizedLinear", "QuantizedEmbedding", "QuantizedSwitchLinear"):
         bits, group_size = int(options["bits"]), int(options["group_size"])
         if kind == "QuantizedLinear":
             return nn.QuantizedLinear(group_size, 1, bias=bias, group_size=group_size, bits=bits)
+        if kind == "QuantizedSwitchLinear":
+            return QuantizedSwitchLinear(1, group_size, 1, bias=bias, group_size=group_size, bits=bits)
         return nn.QuantizedEmbedding(1, group_size, group_size=group_size, bits=bits)
-    raise OperatorError(f"a layer of kind {kind!r}", "Linear, Embedding, QuantizedLinear or QuantizedEmbedding")
+    raise OperatorError(f"a layer of kind {kind!r}", "Linear, Embedding, SwitchLinear, or one of them quantised")
 
 
 @op("mlx.linear")

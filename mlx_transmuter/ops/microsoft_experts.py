@@ -5,26 +5,18 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_transmuter.ops.activation import gelu
+from mlx_transmuter.ops.activation import gelu, swish
+from mlx_transmuter.ops.experts import combine, dispatch, product, quantized_product
 from mlx_transmuter.ops.microsoft_blocks import affine, dequantized, unpack
 from mlx_transmuter.ops.registry import OperatorError, op
 
-# One projection of the chosen experts: x [tokens, k or 1, 1, in], experts int32 [tokens, k] -> [tokens, k, 1, out].
+# One projection of rows and the experts of each, as mlx.dispatch gives them.
 Projection = Callable[[mx.array, mx.array], mx.array]
 
 
 def _dense(weights: mx.array, bias: mx.array | None) -> Projection:
     """weights [experts, out, in], bias [experts, out]."""
-
-    def project(x: mx.array, experts: mx.array) -> mx.array:
-        w = weights.swapaxes(-1, -2)
-        if mx.default_device() == mx.Device(mx.cpu):  # whose gather_mm has float32 alone
-            y = mx.gather_mm(x.astype(mx.float32), w.astype(mx.float32), rhs_indices=experts).astype(x.dtype)
-        else:
-            y = mx.gather_mm(x, w, rhs_indices=experts)
-        return y if bias is None else y + mx.take(bias, experts, axis=0)[:, :, None]
-
-    return project
+    return lambda x, experts: product(x, weights, experts, bias)
 
 
 def _routes(
@@ -46,7 +38,7 @@ _ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
     "relu": lambda x: mx.maximum(x, 0),
     "relu2": lambda x: mx.square(mx.maximum(x, 0)),
     "gelu": lambda x: gelu(x, approximate="tanh"),
-    "silu": lambda x: x * mx.sigmoid(x),
+    "silu": swish,
     "identity": lambda x: x,
 }
 
@@ -61,9 +53,9 @@ class Swiglu(NamedTuple):
 
     def __call__(self, gate: mx.array, up: mx.array) -> mx.array:
         if self.limit is None:
-            return gate * mx.sigmoid(self.alpha * gate) * (up + self.beta)
+            return swish(gate, alpha=self.alpha) * (up + self.beta)
         gate = gate if self.after else mx.minimum(gate, self.limit)
-        gated = gate * mx.sigmoid(self.alpha * gate)
+        gated = swish(gate, alpha=self.alpha)
         gated = mx.minimum(gated, self.limit) if self.after else gated
         return gated * (mx.clip(up, -self.limit, self.limit) + self.beta)
 
@@ -87,13 +79,36 @@ def _activated(kind: str, first: mx.array, third: mx.array | None, fusion: int, 
     return swiglu(gate, up)
 
 
+@op("mlx.router")
+def router(router_probs, router_weights=None, *, k: int, normalize: int = 0):
+    """The k best experts of each token by router_probs [tokens, experts], logits: their indices, int32 [tokens, k], and
+    their scores, float32. com.microsoft MoE-1 and QMoE-1, without the experts.
+
+    router_weights: [tokens, experts], the scores in place of softmax(router_probs). normalize: whether they are made to
+    add up to 1.
+    """
+    return _routes(router_probs, router_weights, k, bool(normalize))
+
+
+@op("mlx.expert_activation")
+def expert_activation(
+    first, third=None, *, kind: str, fusion: int = 0, limit: float | None = None, alpha=1.0, beta=0.0, after: int = 0
+):
+    """What com.microsoft MoE-1 computes of its first projection [..., inner], and of its third, before the second.
+
+    kind: its activation_type; fusion: 1 where swiglu's halves are interleaved in first, 2 where one stands after the
+    other; limit, alpha, beta, after: swiglu_limit, activation_alpha, activation_beta, swiglu_limit_after_activation.
+    """
+    return _activated(kind, first, third, fusion, Swiglu(limit, alpha, beta, bool(after)))
+
+
 def _mixture(x, routes, first: Projection, second: Projection, third: Projection | None, activate) -> mx.array:
     """The experts' results for x [..., hidden], added up by their weights."""
-    experts, weights = routes
-    tokens = x.reshape(-1, 1, 1, x.shape[-1])
-    inner = activate(first(tokens, experts), None if third is None else third(tokens, experts))
-    results = second(inner, experts).squeeze(2).astype(mx.float32)
-    return mx.sum(results * weights[..., None], axis=1).astype(x.dtype).reshape(x.shape)
+    chosen, weights = routes
+    rows, experts, order = dispatch(x, chosen)
+    inner = activate(first(rows, experts), None if third is None else third(rows, experts))
+    results = second(inner, experts).astype(mx.float32)
+    return combine(results, order, weights).astype(x.dtype).reshape(x.shape)
 
 
 @op("com.microsoft.MoE-1")
@@ -155,13 +170,8 @@ def _quantized(packed, scales, zero_points, bias, bits: int, block_size: int | N
         weights = dequantized(flat, scales, zero_points, bits, block_of).astype(scales.dtype)
         return _dense(weights.reshape(experts, rows, size), bias)
     w, scale, biases = (part.reshape(experts, rows, -1) for part in held[:3])
-
-    def project(x: mx.array, chosen: mx.array) -> mx.array:
-        y = mx.gather_qmm(x, w, scale, biases, rhs_indices=chosen, transpose=True, group_size=held[3], bits=bits)
-        y = y.astype(x.dtype)
-        return y if bias is None else y + mx.take(bias, chosen, axis=0)[:, :, None]
-
-    return project
+    few = (w, scale, biases, held[3], bits, "affine")
+    return lambda x, chosen: quantized_product(x, few, chosen, bias).astype(x.dtype)
 
 
 @op("com.microsoft.QMoE-1")

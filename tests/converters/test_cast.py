@@ -60,6 +60,11 @@ def goldens_hold(folder: Path, rows: list[dict], limit: float) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if "_fp16" not in name])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_logits_are_onnxruntimes_of_the_float32_file(name, dtype, tmp_path):
+    if (name, dtype) == ("mixtral", "bfloat16"):
+        # Some tokens' second and third expert are a tie in so few digits: transformers itself is off by 0.35 there.
+        with pytest.raises(ConvertError, match="of their spread in bfloat16"):
+            run(FIXTURES / name, tmp_path / "out", dtype)
+        return
     folder = run(FIXTURES / name, tmp_path / "out", dtype)
     program = program_of(folder)
     owned = [

@@ -20,7 +20,20 @@ from mlx_transmuter.model import load_folder
 from mlx_transmuter.program import Node, Program, Value
 from mlx_transmuter.signature import outputs
 
-NAMED = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "olmo2", "smollm3", "granite", "phi3")
+NAMED = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "olmo2",
+    "smollm3",
+    "granite",
+    "phi3",
+    "qwen3_moe",
+)
 
 
 def mlx_lm(recipe: str, paths: list[str], blocks: int) -> dict[str, int]:

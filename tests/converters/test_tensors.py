@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from converters.convert import convert
 from converters.errors import ConvertError
 from converters.read import read
-from converters.tensors import Tensor, tensor
+from converters.tensors import Tensor, below, stacked, tensor
 from mlx_transmuter.ops import NAMES
 
 FLOATS = [0.0, 1.5, -2.0, 0.5, 3.0]
@@ -99,8 +99,23 @@ def test_a_type_that_is_not_known_is_refused():
 def test_axes_are_reversed_and_the_tensor_remembered():
     plain = tensor(numpy_helper.from_array(np.arange(6, dtype=np.float32).reshape(2, 3)), "f")
     turned = plain.transposed()
-    assert turned.turned is plain
     assert turned.read().tolist() == [[0, 3], [1, 4], [2, 5]]
+    ((part, view),) = turned.holds
+    assert part is plain
+    assert view(turned.array()).tolist() == plain.read().tolist()
+
+
+def test_tensors_that_are_put_together_are_views_of_the_whole():
+    parts = [tensor(numpy_helper.from_array(np.full((n, 2), n, np.float32)), "f") for n in (1, 3, 2)]
+    whole = below(parts)
+    assert (whole.shape, whole.read()[:, 0].tolist()) == ((6, 2), [1, 3, 3, 3, 2, 2])
+    stack = stacked([whole, whole.transposed().transposed()])
+    np.testing.assert_array_equal(stack.read(), np.stack([whole.read()] * 2))
+    wide = below([stack, stack], axis=2)
+    assert wide.shape == (2, 6, 4)
+    for made in (whole, stack, wide):
+        for part, view in made.holds:
+            np.testing.assert_array_equal(np.array(view(made.array())), part.read())
 
 
 @pytest.mark.parametrize(

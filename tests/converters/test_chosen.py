@@ -1,0 +1,204 @@
+"""Mixtures of which only the chosen experts run: by their spellings, in few bits, in half types, and near misses."""
+
+from __future__ import annotations
+
+import mixtures_in_toy as mixtures
+import mlx.core as mx
+import numpy as np
+import pytest
+import toy
+
+from converters.convert import convert
+from mlx_transmuter.changes import Changes, Quantization
+from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.model import load_folder
+from mlx_transmuter.program import Program
+
+IDS = [3, 14, 7, 7, 0, 11, 2, 9, 15, 4]
+
+
+def converted(model, tmp_path, **changes) -> tuple[Program, str]:
+    """The program of the toy's conversion, and its folder."""
+    toy.write(tmp_path / "source", model)
+    folder = convert(tmp_path / "source", "model.onnx", tmp_path / "out", progress=False, changes=Changes(**changes))
+    return load_folder(folder).decoder.program, folder
+
+
+def record(program: Program) -> dict:
+    return next(one for one in program.meta["rewrites"] if one["name"] == "chosen")
+
+
+@pytest.mark.parametrize("spelling", mixtures.SPELLINGS)
+def test_every_spelling_becomes_stacks_of_experts(spelling, tmp_path):
+    model = mixtures.decoder(spelling)
+    program, folder = converted(model, tmp_path)
+    assert (record(program)["held"], record(program)["declined"]) == (1, {})
+    stacks = {path: layer["kind"] for path, layer in program.layers.items() if layer["kind"] == "SwitchLinear"}
+    assert len(stacks) == 2
+    assert all(program.weights[f"{path}.weight"].shape[0] == mixtures.EXPERTS for path in stacks)
+    # The graph over experts that were hit runs in onnxruntime where all were; its truth is the same loop over all.
+    truth = mixtures.decoder("gathered") if spelling == "hit" else model
+    wanted = toy.expected(truth, IDS)
+    np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=1e-5 * np.ptp(wanted))
+
+
+def in_one_step(folder, ids: list[int]) -> np.ndarray:
+    """The converted folder's logits [vocab] after all ids in one step."""
+    run = Decoder(load_folder(folder).decoder, 1).begin([len(ids)])
+    logits = run.step(np.array([ids], np.int32), [len(ids)])
+    run.evaluate(logits)
+    return np.array(logits[0])
+
+
+def test_a_long_prompt_whose_choices_are_sorted(tmp_path):
+    model, ids = mixtures.decoder("gathered"), np.random.default_rng(0).integers(0, toy.VOCAB, 64).tolist()
+    _, folder = converted(model, tmp_path)
+    wanted = toy.expected(model, ids)
+    np.testing.assert_allclose(in_one_step(folder, ids), wanted, atol=1e-5 * np.ptp(wanted))
+
+
+def test_a_token_reads_the_chosen_experts_alone(tmp_path, monkeypatch):
+    """Two products by the stacks, of k experts each, where each expert had two products of its own."""
+    _, folder = converted(mixtures.decoder("gathered", experts=9, k=3), tmp_path)
+    chosen, products, gathered = [], [], mx.gather_mm
+    decoder = load_folder(folder).decoder
+
+    def counted(x, stack, rhs_indices, **given):
+        chosen.append((rhs_indices.size, stack.shape[0]))
+        return gathered(x, stack, rhs_indices=rhs_indices, **given)
+
+    monkeypatch.setattr(mx, "gather_mm", counted)
+    for node in decoder.program.nodes:
+        products += [node.op] if node.op in ("mlx.linear", "mlx.switch_linear") else []
+    run = Decoder(decoder, 1).begin([1])
+    run.evaluate(run.step(np.array([[3]], np.int32), [1]))
+    assert chosen == [(3, 9), (3, 9)]
+    # Besides: what widens and narrows, the router, the attention's query and the head.
+    assert (products.count("mlx.switch_linear"), products.count("mlx.linear")) == (2, 5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_stacks_in_few_bits_hold_what_each_expert_would(bits, tmp_path):
+    """The weights are mx.quantize's of each expert alone, and so are the logits those of the graph with them."""
+    model = mixtures.decoder("gathered")
+    how = Quantization(bits, 32, bits)
+    program, folder = converted(model, tmp_path, quantize=how)
+    path = next(path for path in program.layers if path.endswith("experts.down_proj"))
+    assert program.layers[path] == {"kind": "QuantizedSwitchLinear", "bias": False, "bits": bits, "group_size": 32}
+    held = mx.load(str(folder / "model.safetensors"))
+    for name in [one.name for one in model.graph.initializer]:
+        tensor = toy.initializer(model, name)
+        weight = np.array(toy.numpy_helper.to_array(tensor))
+        if not name.endswith(".weight") or weight.shape[0] % 32 or name == "model.embed.weight":
+            continue
+        parts = mx.quantize(mx.array(weight.T), 32, bits)
+        if name.startswith("experts.") and "down" in name:
+            e = int(name.split(".")[1])
+            for part, wanted in zip(("weight", "scales", "biases"), parts, strict=True):
+                np.testing.assert_array_equal(np.array(held[f"{path}.{part}"][e]), np.array(wanted))
+        toy.replace(model, name, toy.numpy_helper.from_array(np.array(mx.dequantize(*parts, 32, bits)).T.copy()))
+    wanted = toy.expected(model, IDS)
+    for found in (toy.found(folder, IDS), in_one_step(folder, IDS)):
+        np.testing.assert_allclose(found, wanted, atol=2e-5 * np.ptp(wanted))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_stacks_in_half_types(dtype, tmp_path):
+    model = mixtures.decoder("gathered")
+    program, folder = converted(model, tmp_path, dtype=dtype)
+    stacks = [path for path, layer in program.layers.items() if layer["kind"] == "SwitchLinear"]
+    assert {program.weights[f"{path}.weight"].dtype for path in stacks} == {dtype}
+    wanted = toy.expected(model, IDS)
+    limit = 3e-2 if dtype == "float16" else 1e-1
+    np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=limit * np.ptp(wanted))
+
+
+# What an expert gives, changed: none of these is a sum of the chosen experts by the router's scores.
+CHANGES = {
+    "one counts twice": lambda e, y, n: n("Mul", y, np.array(2, np.float32)) if e == 1 else y,
+    "all are squared": lambda e, y, n: n("Mul", y, y),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_experts_that_are_changed_before_they_are_added_stay(change, tmp_path):
+    model = mixtures.decoder("weighed", change=CHANGES[change])
+    program, folder = converted(model, tmp_path)
+    assert record(program) == {
+        "name": "chosen",
+        "held": 0,
+        "declined": {"the sum of 5 alike experts is none by a router's indices and scores": 1},
+    }
+    wanted = toy.expected(model, IDS)
+    np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=1e-5 * np.ptp(wanted))
+
+
+def test_scores_that_hang_on_more_than_the_choices_decline(tmp_path):
+    """A weight of its own for each token and expert."""
+    model = mixtures.decoder("weighed", change=lambda e, y, n: n("Mul", y, n("Sigmoid", "mixture.Reshape_1_0")))
+    program, _ = converted(model, tmp_path)
+    assert list(record(program)["declined"]) == ["5 alike experts that no router's indices and scores alone add up"]
+
+
+def test_a_sum_of_another_shape_than_its_rows_declines(tmp_path):
+    """[1, tokens, width] of [tokens, width], where something else than a Reshape reads it."""
+
+    def change(e, y, n):
+        return n("Unsqueeze", y, [0]) if e is not None else n("Tanh", y)
+
+    model = mixtures.decoder("weighed", change=change)
+    program, _ = converted(model, tmp_path)
+    assert list(record(program)["declined"]) == ["the sum has another shape than what the experts read"]
+
+
+@pytest.mark.parametrize("place", [0, None])
+def test_an_expert_for_all_tokens_of_the_same_form_is_none_of_the_chosen(place, tmp_path):
+    """It is weighed by a gate of its own, and stands before the others or after them."""
+    shared = []
+
+    def change(e, y, n):
+        if e == place:
+            x = "mixture.Reshape_1_0"
+            gate, up = (n("MatMul", x, n.weight(f"shared.{part}.weight", 64, 32)) for part in ("gate", "up"))
+            inner = n("Mul", n("Mul", gate, n("Sigmoid", gate)), up)
+            down = n("MatMul", inner, n.weight("shared.down.weight", 32, 64))
+            shared.append(n("Mul", down, n("Sigmoid", n("MatMul", x, n.weight("weight_of_shared.weight", 64, 1)))))
+            if e == 0:  # its nine nodes come before the expert's six
+                n.nodes[:] = n.nodes[:-15] + n.nodes[-9:] + n.nodes[-15:-9]
+        return n("Add", y, shared[0]) if e is None else y
+
+    model = mixtures.decoder("weighed", change=change)
+    program, folder = converted(model, tmp_path)
+    assert (record(program)["held"], record(program)["declined"]) == (1, {})
+    assert sorted(program.weights[f"{path}.weight"].shape[0] for path in program.layers if "experts" in path) == [5, 5]
+    wanted = toy.expected(model, IDS)
+    np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=1e-5 * np.ptp(wanted))
+
+
+def test_of_experts_with_equal_logits_the_first_is_chosen(tmp_path):
+    """As onnxruntime's TopK has it: all experts but one are a tie for every token, so two of five are chosen by it."""
+    model = mixtures.decoder("gathered")
+    router = np.array(toy.numpy_helper.to_array(toy.initializer(model, "router.weight")))
+    router[:, 1:] = router[:, 1:2]
+    toy.replace(model, "router.weight", toy.numpy_helper.from_array(router))
+    program, folder = converted(model, tmp_path)
+    assert record(program)["held"] == 1
+    for ids in (IDS, IDS * 5):
+        wanted = toy.expected(model, ids)
+        np.testing.assert_allclose(in_one_step(folder, ids), wanted, atol=1e-5 * np.ptp(wanted))
+
+
+def test_experts_without_names(tmp_path):
+    """Of weights that tools have numbered and nodes without names the stacks are called after the first experts'."""
+    model = mixtures.decoder("gathered")
+    for i, tensor in enumerate(model.graph.initializer):
+        if tensor.name.startswith("experts."):
+            reader = next(node for node in model.graph.node if tensor.name in node.input)
+            tensor.name = reader.input[1] = f"MatMul_{i}_quant"
+            reader.name = ""
+    program, folder = converted(model, tmp_path)
+    assert record(program)["held"] == 1
+    stacks = [path for path, layer in program.layers.items() if layer["kind"] == "SwitchLinear"]
+    assert len(stacks) == 2
+    wanted = toy.expected(model, IDS)
+    np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=1e-5 * np.ptp(wanted))

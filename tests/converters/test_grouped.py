@@ -1,0 +1,65 @@
+"""Mixtures whose rows are split by how many each expert has: they go through stacks; and near misses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mixtures_in_toy as mixtures
+import numpy as np
+import pytest
+import toy
+
+from converters.convert import convert
+from converters.match import Declined, Graph, apply
+from converters.passes.grouped import grouped
+from converters.read import read
+from mlx_transmuter.model import load_folder
+from mlx_transmuter.program import Program
+
+
+def graph(tmp_path) -> Program:
+    return read(toy.write(tmp_path / "source", mixtures.decoder("grouped")) / "model.onnx")
+
+
+@pytest.mark.parametrize("experts", [2, 7])
+def test_rows_sorted_by_expert_go_through_stacks(experts, tmp_path):
+    model, ids = mixtures.decoder("grouped", experts=experts), np.random.default_rng(0).integers(0, toy.VOCAB, 40)
+    folder = convert(toy.write(tmp_path / "source", model), "model.onnx", tmp_path / "out", progress=False)
+    program = load_folder(folder).decoder.program
+    stacks = {
+        path: program.weights[f"{path}.weight"].shape for path, one in program.layers.items() if "experts" in path
+    }
+    assert sorted(stacks.values()) == [(experts, 64, 32), (experts, 64, 64)]  # gate and up in one
+    splits = [node for node in program.nodes if node.op.startswith("Split-")]
+    assert all(node.inputs[1] in program.constants for node in splits)
+    for count in (1, 5, 40):
+        wanted = toy.expected(model, ids[:count].tolist())
+        np.testing.assert_allclose(toy.found(folder, ids[:count].tolist()), wanted, atol=1e-5 * np.ptp(wanted))
+
+
+def reasons(program: Program) -> list[str]:
+    return [answer.reason for answer in grouped(Graph(program)) if isinstance(answer, Declined)]
+
+
+def test_each_product_is_one_stack(tmp_path):
+    _, record = apply(graph(tmp_path), grouped)
+    assert (record.held, record.declined) == (3, {})
+
+
+def test_parts_that_are_joined_in_another_order_decline(tmp_path):
+    program = graph(tmp_path)
+    nodes = [
+        replace(node, inputs=node.inputs[::-1])
+        if node.op == "Concat-4" and len(node.inputs) == mixtures.EXPERTS
+        else node
+        for node in program.nodes
+    ]
+    wanted = "its parts are no products that are joined again as they were split"
+    assert reasons(replace(program, nodes=nodes)) == [wanted] * 3
+
+
+def test_matrices_that_are_not_alike_decline(tmp_path):
+    program = graph(tmp_path)
+    name = next(name for name in program.arrays if "experts.1.gate" in name)
+    arrays = program.arrays | {name: replace(program.arrays[name], dtype="float16")}
+    assert reasons(replace(program, arrays=arrays)) == ["the matrices of its parts are not alike"]
