@@ -1,14 +1,17 @@
 """Exponentials in vector code, against numpy in float64."""
 
+from functools import partial
 from unittest import mock
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_transmuter.ops import exponential
+from mlx_transmuter.ops.activation import gelu, swish
 from mlx_transmuter.ops.exponential import FEWEST, exp, sigmoid_times, softmax_parts
 
 
@@ -82,3 +85,18 @@ def test_gradients_go_through_an_exponential():
         found = mx.grad(lambda x, function=function: (x * function(2 * x)).sum())(x)
         wanted = (1 + 2 * x) * mx.exp(2 * x)
         np.testing.assert_allclose(np.array(found), np.array(wanted), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [8, FEWEST])
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [(swish, nn.silu), (partial(gelu, approximate="tanh"), nn.gelu_approx)],
+    ids=["swish", "gelu"],
+)
+def test_gradients_of_a_gate_are_numbers_far_below_zero(size, function, wanted):
+    """As MLX's own: e⁻ˣ is infinite below -88, for gelu below -10."""
+    x = mx.concatenate([mx.array([-1e30, -1e4, -200.0, -89.0, -20.0, -10.5, 100.0]), mx.linspace(-9, 9, size - 7)])
+    if function is not swish:
+        x = mx.maximum(x, -1e4)  # beyond, MLX's own overflows
+    found, truth = (mx.grad(lambda x, f=f: f(x).sum())(x) for f in (function, wanted))
+    np.testing.assert_allclose(np.array(found), np.array(truth), rtol=1e-5, atol=1e-6)
