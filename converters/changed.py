@@ -71,7 +71,8 @@ def in_type(
     far = prove.error(prove.run(save(program), plan, case), wanted)
     if far > limit:
         logits = f"logits that differ by {far:.1e} of their spread in {dtype}"
-        raise ConvertError(path, logits, f"at most {limit:g}", "use bfloat16 or float32")
+        do = "use bfloat16 or float32" if dtype == "float16" else "use float32"
+        raise ConvertError(path, logits, f"at most {limit:g}", do)
     return program, {"dtype": dtype, "error": far, "limit": limit}
 
 
