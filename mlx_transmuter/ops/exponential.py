@@ -39,8 +39,10 @@ def softmax_parts(x: mx.array) -> tuple[mx.array, mx.array | None]:
 
 def sigmoid_times(x: mx.array, by: mx.array) -> mx.array:
     """by · sigmoid(x) = by / (1 + e⁻ˣ)."""
-    logistic: Callable[[mx.array], mx.array] = _logistic if x.dtype == mx.float32 else mx.sigmoid  # type: ignore[assignment]
-    return by * logistic(x)
+    if x.dtype != mx.float32:
+        return by * mx.sigmoid(x)
+    # Of an infinite e⁻ˣ the gradient would be infinity times 0.
+    return by / (1 + exp(mx.minimum(-x, 88)))
 
 
 def _is_faster(x: mx.array) -> bool:
@@ -66,18 +68,6 @@ def _powers(x: mx.array) -> mx.array:
 @_powers.vjp
 def _powers_vjp(x: mx.array, cotangent: mx.array, result: mx.array) -> mx.array:
     return cotangent * result
-
-
-@mx.custom_function
-def _logistic(x: mx.array) -> mx.array:
-    """1 / (1 + e⁻ˣ). float32."""
-    return 1 / (1 + exp(-x))
-
-
-# Not by way of e⁻ˣ, which is infinite where x is far below 0, and infinity times 0 is no number.
-@_logistic.vjp
-def _logistic_vjp(x: mx.array, cotangent: mx.array, result: mx.array) -> mx.array:
-    return cotangent * result * (1 - result)
 
 
 _exp: Callable[[mx.array], mx.array] = mx.compile(_powers)  # type: ignore[assignment]
