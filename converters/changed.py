@@ -44,8 +44,8 @@ def in_float(graph: Program, path: Path) -> tuple[Program, dict[str, Any]]:
             found = f"two branches on {branch!r} whose logits differ by {far:.1e} of their spread"
             raise ConvertError(path, found, f"at most {limit:g}, to keep activations in float", "convert it as it is")
     if not record.held:
-        found = f"no activations rounded to 8 bits ({'; '.join(record.declined) or 'nothing like it'})"
-        raise ConvertError(path, found, "a dynamic 8-bit or a QDQ file", "convert it as it is")
+        found = "no activations rounded to 8 bits" + "".join(f" ({reason})" for reason in record.declined)
+        raise ConvertError(path, found, "a file that rounds them: dynamic 8-bit, or QDQ", "convert it as it is")
     return graph, {"held": record.held, "declined": record.declined}
 
 

@@ -70,8 +70,9 @@ def test_keys_and_values_in_few_bits(run, folder, tmp_path, monkeypatch):
     assert run(*quiet, "--prompt-cache-file", file) == (0, wanted, "")  # the file says the bits
     code, _, err = run(*quiet, "--prompt-cache-file", file, "--kv-bits", 4)
     assert code == 1
-    assert "kv_bits" in err
-    assert "packed alike" in err
+    assert "8 bits in groups of 32" in err
+    assert "4 bits in groups of 64, as the flags say" in err
+    assert run("chat", "--model", folder, "-m", 4, "--prompt-cache-file", file, "--kv-bits", 4)[0] == 1
     lines = iter(["Hi", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     assert run("chat", "--model", folder, "-m", 4, *packed)[:2] == (0, wanted)

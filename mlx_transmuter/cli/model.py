@@ -69,8 +69,13 @@ def prompt_cache(model: Model, args: argparse.Namespace) -> PromptCache | None:
     if args.prompt_cache_file is None:
         return None
     cache = PromptCache.load(args.prompt_cache_file, model)
+    held = (cache.kv_bits, cache.kv_group_size)
     if args.kv_bits is None:
-        args.kv_bits, args.kv_group_size = cache.kv_bits, cache.kv_group_size
+        args.kv_bits, args.kv_group_size = held
+    elif held != (args.kv_bits, args.kv_group_size):
+        found = "keys and values as they are" if held[0] is None else f"{held[0]} bits in groups of {held[1]}"
+        wanted = f"{args.kv_bits} bits in groups of {args.kv_group_size}, as the flags say"
+        raise GenerationError(args.prompt_cache_file, found, wanted, "leave out --kv-bits, or make the file anew")
     return cache
 
 
