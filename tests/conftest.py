@@ -9,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from converters.convert import convert
 from mlx_transmuter import cli, hub
@@ -19,6 +20,9 @@ mx.set_default_device(mx.cpu)
 # On a CPU mx.compile builds kernels with the C++ compiler, some seconds a model. Tests that need it ask for
 # `compiling`.
 mx.disable_compile()
+# No test is about how long an example takes, least of all on a machine with other work.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 FIXTURES = Path(__file__).parent / "fixtures"
 # Every fixture that has a golden file; a new one is tested as soon as it is there.

@@ -170,7 +170,7 @@ def test_wrong_lanes_are_refused(loaded):
         other.begin([4]).packed([[5]], 1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     lengths=st.dictionaries(st.integers(0, 40), st.integers(1, 700), min_size=1, max_size=12),
     rows=st.integers(1, 64),

@@ -135,7 +135,6 @@ def same(one, other) -> bool:
 
 @settings(
     max_examples=60,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

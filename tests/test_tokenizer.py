@@ -66,7 +66,7 @@ def pieces(tokenizer, ids):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_streamed_text_is_the_text_of_the_whole(name, data):
     tokenizer = TOKENIZERS[name]
     # two ids past the vocabulary as well: a model's logits may be wider than its tokenizer
@@ -76,7 +76,7 @@ def test_streamed_text_is_the_text_of_the_whole(name, data):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=st.text(st.one_of(st.characters(exclude_characters="\ufffd", codec="utf-8"), st.sampled_from("你é😀 ab"))))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_piece_of_valid_text_holds_half_a_character(name, text):
     tokenizer = TOKENIZERS[name]
     parts = pieces(tokenizer, tokenizer.encode(text))

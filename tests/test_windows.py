@@ -194,7 +194,7 @@ OPTIONS = st.sampled_from(
 
 
 @pytest.mark.usefixtures("small")
-@settings(max_examples=36, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=36, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(["mistral", "gemma2", "gpt_oss"]),
     options=OPTIONS,

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from mlx_transmuter.cache import CacheIndex
 
-many = settings(max_examples=2000, deadline=None)
-some = settings(max_examples=200, deadline=None)
+many = settings(max_examples=2000)
+some = settings(max_examples=200)
 
 
 def graph(*arrays: mx.array) -> str:
@@ -395,7 +395,7 @@ def _leaves(brute: Brute) -> list:
     return [leaf for leaf in found if leaf is not None]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(a=cases(), b=cases())
 def test_signatures_agree_exactly_when_the_structures_do(a: Case, b: Case):
     """Structure and no value: case, row, blocks, every, window, selection, draft. Leaves in the order of the walk."""

@@ -22,7 +22,7 @@ def drawn(data) -> tuple[CacheIndex, np.ndarray]:
     return index, slots
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data(), window=st.sampled_from([None, 1, 2]), spare=st.booleans(), selected=st.booleans())
 def test_it_sees_what_it_saw_and_stores_where_it_is_told(data, window, spare, selected):
     index, slots = drawn(data)
@@ -47,7 +47,7 @@ def test_it_sees_what_it_saw_and_stores_where_it_is_told(data, window, spare, se
     assert np.array_equal(np.array(keeps.store(mx.array(values), same))[:40], pool[:40], equal_nan=True)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data(), block=st.sampled_from([1, 4, 40]))
 def test_with_heads_apart_each_head_is_stored_in_its_own_row(data, block):
     index, slots = drawn(data)

@@ -18,7 +18,7 @@ def chosen(group_size: int, dim: int) -> int:
     return max([size for size in (32, 64, 128) if size <= group_size and dim % size == 0] or [32])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), bits=st.sampled_from([4, 8]), group_size=st.sampled_from([32, 64, 128]))
 def test_a_row_is_what_it_says_and_near_the_vector(data, bits, group_size):
     dim = data.draw(st.sampled_from([1, 8, 16, 31, 32, 48, 64, 80, 96, 128, 160, 256]), label="dim")

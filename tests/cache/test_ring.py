@@ -89,7 +89,7 @@ class Rows:
             self.held[row] += [values[row, i] for i in np.flatnonzero(lane >= 0)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), window=st.integers(1, 6), spare=st.integers(0, 4), block=st.sampled_from([None, 1, 3]))
 def test_each_token_sees_what_it_would_over_all_positions(data, window, spare, block):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
@@ -107,7 +107,7 @@ def _with(values: np.ndarray, brute: tuple[Brute, np.ndarray]) -> tuple[Brute, n
     return brute[0], values, brute[1]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(data=st.data(), window=st.integers(1, 6), spare=st.integers(0, 3), guesses=st.integers(1, 6))
 def test_a_draft_sees_the_window_before_it_and_its_own_path(data, window, spare, guesses):
     """More guesses than the ring has columns beside the window: they have none of it."""
@@ -131,7 +131,7 @@ def test_a_draft_sees_the_window_before_it_and_its_own_path(data, window, spare,
     rows.check(rows.index(pos).draft(at, sees), brute, values, pool)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32 - 1), paged=st.booleans(), heads=st.integers(1, 3))
 def test_heads_apart_are_the_ring_of_each(seed, paged, heads):
     rng = np.random.default_rng(seed)

@@ -233,7 +233,7 @@ class Model(RuleBasedStateMachine):
         assert len(owned) * self.slots.block + self.slots.free_slots == self.slots.slots
 
 
-Model.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Model.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestModel = Model.TestCase
 
 

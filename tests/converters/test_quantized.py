@@ -134,7 +134,7 @@ def test_a_bias_that_an_add_brings_goes_into_the_layer(tmp_path):
     agrees(found, toy.expected(with_floats(weight, 64, offset), IDS))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 300), st.sampled_from([16, 32, 64, 128, 256, 48, 96]), st.sampled_from([2, 4, 8]), st.integers(0, 9),
     st.sampled_from(["float32", "float16", "bfloat16"]),

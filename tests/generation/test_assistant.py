@@ -19,7 +19,7 @@ from mlx_transmuter.generation import GenerationError
 ASSISTANTS = [{}, {"salt": 1}, {"memory": 2}, {"max_positions": 9}]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     prompts=PROMPTS,
     options=st.fixed_dictionaries({}, optional=OPTIONS),

@@ -18,7 +18,7 @@ def plain(found) -> list[tuple[list[int], str, float]]:
     return [([token.id for token in result.tokens], result.finish_reason, result.score) for result in found]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     prompt=st.lists(st.integers(0, 2), min_size=1, max_size=3),
     salt=st.integers(0, 10**6),

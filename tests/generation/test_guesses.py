@@ -79,7 +79,7 @@ def brute(text: list[int], longest: int, most: int) -> list[list[int]]:
     return []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 4), st.integers(1, 6), st.integers(1, 8))
 def test_continuations_are_those_of_brute_force_as_the_text_grows(text, longest, most, step):
     index = Index(longest)

@@ -82,7 +82,7 @@ def same_length(texts: list[tuple[list[int], list[int]]]) -> list[tuple[list[int
 
 
 @pytest.mark.parametrize("name", VALUES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), texts=st.lists(TEXT, min_size=1, max_size=3), eos=EOS, seed=st.integers(0, 99))
 def test_a_processor_alone(name, data, texts, eos, seed):
     options = {"max_new_tokens": data.draw(st.integers(1, 6)), name: data.draw(VALUES[name]), "eos_token_id": eos}
@@ -91,7 +91,7 @@ def test_a_processor_alone(name, data, texts, eos, seed):
     check(options, same_length(texts), seed)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), texts=st.lists(TEXT, min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_processors_together_in_their_order(data, texts, seed):
     names = data.draw(st.lists(st.sampled_from(sorted(VALUES)), min_size=2, max_size=6, unique=True))
@@ -157,7 +157,7 @@ SAMPLERS = {
 }
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(data=st.data(), beams=st.sampled_from([1, 1, 2]), eos=EOS, seed=st.integers(0, 999))
 def test_settings_of_sampling(data, beams, eos, seed):
     names = data.draw(st.lists(st.sampled_from(sorted(SAMPLERS)), min_size=1, max_size=4, unique=True))

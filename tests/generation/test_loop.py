@@ -28,7 +28,7 @@ OPTIONS = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     prompts=st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=9), min_size=1, max_size=5),
     options=st.fixed_dictionaries({}, optional=OPTIONS),

@@ -347,7 +347,7 @@ def test_guesses_need_no_more_room_than_their_number(loaded):
         generation.generate(guessing, prompts, [0] * 2, prompt_cache=small)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     block=st.integers(2, 7),
     lengths=st.lists(st.integers(0, 30), min_size=2, max_size=2).filter(any),
@@ -412,7 +412,7 @@ CALLS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls=CALLS, block=st.sampled_from([1, 2, 3]), limit=st.sampled_from([None, 26]), beams=st.sampled_from([1, 2]))
 def test_any_calls_one_after_another(calls, block, limit, beams, loaded):
     """Few ids, so that prompts begin alike in all ways, and a limit at which kept blocks must go."""

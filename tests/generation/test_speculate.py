@@ -73,7 +73,7 @@ SAMPLING = {
 PROMPTS = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=9), min_size=1, max_size=4)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     prompts=PROMPTS,
     options=st.fixed_dictionaries({}, optional=OPTIONS),
@@ -95,7 +95,7 @@ def test_whatever_is_guessed_texts_are_those_of_plain_decoding(prompts, options,
     same(found, plain)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     prompts=PROMPTS,
     options=st.fixed_dictionaries({}, optional=OPTIONS),

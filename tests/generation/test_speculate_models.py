@@ -88,7 +88,7 @@ def same(found: list[generation.Result], plain: list[generation.Result]) -> None
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     options=st.fixed_dictionaries({}, optional=OPTIONS),
     sampling=st.none() | st.fixed_dictionaries({"do_sample": st.just(True)}, optional=SAMPLING),
@@ -101,7 +101,7 @@ def test_texts_are_those_of_plain_decoding(name, loaded, options, sampling, most
 
 
 @pytest.mark.parametrize(("name", "assistant"), [("llama", "mistral"), ("mistral", "llama_q4"), ("gemma2", "gemma2")])
-@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     options=st.fixed_dictionaries({}, optional=OPTIONS),
     sampling=st.none() | st.fixed_dictionaries({"do_sample": st.just(True)}, optional=SAMPLING),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy_node import same
 
-some = settings(max_examples=60, deadline=None, derandomize=True)
+some = settings(max_examples=60, derandomize=True)
 INT32 = np.iinfo(np.int32)
 
 shapes = hnp.mutually_broadcastable_shapes(num_shapes=2, max_dims=3, min_side=0, max_side=3)

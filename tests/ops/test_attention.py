@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_node import run
 
-some = settings(max_examples=80, deadline=None, derandomize=True)
+some = settings(max_examples=80, derandomize=True)
 
 
 def brute(q, k, v, bias, scale, softcap):

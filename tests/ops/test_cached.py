@@ -43,7 +43,7 @@ def kernel(request):
 
 
 @pytest.mark.parametrize("paged", [False, True])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
     window = data.draw(st.sampled_from([0, 1, 3, 7]), label="window")

@@ -31,7 +31,7 @@ def forced(packed: bool):
     return mock.patch.object(cached, "_multiplies_packed", return_value=packed)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(data=st.data(), bits=st.sampled_from([4, 8]), group_size=st.sampled_from([32, 64, 128]))
 def test_the_products_are_those_of_what_the_rows_say(data, bits, group_size):
     """Read bit by bit in numpy, in heads that groups divide and that they don't."""
@@ -58,7 +58,7 @@ def test_the_products_are_those_of_what_the_rows_say(data, bits, group_size):
 
 
 @pytest.mark.parametrize("paged", [False, True])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), bits=st.sampled_from([4, 8]), seq=st.integers(1, MOST_TOKENS))
 def test_attention_over_packed_pools_is_that_over_the_same_unpacked(paged, data, bits, seq):
     rows, kv, group = (data.draw(st.integers(1, 3), label="sizes") for _ in range(3))

@@ -9,7 +9,7 @@ from numpy_node import run, same
 
 from mlx_transmuter.ops import OperatorError
 
-some = settings(max_examples=80, deadline=None, derandomize=True)
+some = settings(max_examples=80, derandomize=True)
 shapes = hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=4)
 
 

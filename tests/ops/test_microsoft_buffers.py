@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mlx_transmuter.ops.microsoft_buffers import known, written
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_rows_are_written_where_each_row_of_the_batch_starts(data):
     batch, seq, length = (data.draw(st.integers(low, high)) for low, high in ((1, 3), (1, 4), (0, 9)))

@@ -219,7 +219,7 @@ def test_a_row_that_sees_nothing_gives_no_nan(dtype, softcap):
         assert np.isfinite(y).all()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_any_case(data):
     """Rows of a batch one by one: onnxruntime takes no more of several tokens on a past."""

@@ -75,7 +75,7 @@ def test_four_bits(kind):
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=20))
 def test_dynamic_quantize_linear(values):
     x = np.array(values, dtype=np.float32)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy_node import same
 
-some = settings(max_examples=60, deadline=None, derandomize=True)
+some = settings(max_examples=60, derandomize=True)
 
 # kind -> (NumPy's function of a float64 array, what it makes of nothing, the opset from which axes are an input)
 KINDS = {

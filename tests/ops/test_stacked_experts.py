@@ -64,7 +64,7 @@ def one_by_one(x, indices, scores, up, down) -> np.ndarray:
     kind=st.sampled_from([mx.float32, mx.float16, mx.bfloat16]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_each_token_goes_through_its_experts(experts, k, lead, spread, bias, bits, kind, seed):
     """Few choices stand by token, many are sorted; experts without tokens, and one chosen twice, are nothing special."""
     draw = np.random.default_rng(seed)

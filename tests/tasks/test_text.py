@@ -138,7 +138,7 @@ def replay(monkeypatch):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_stop_string_ends_the_text_and_no_part_of_it_is_seen(llama, replay, name, data):
     tokenizer = TOKENIZERS[name]
