@@ -124,6 +124,8 @@ def _explicit(q, k, v, seen, sinks, scale: float, softcap: float, sizes: tuple[i
     heads, seq).
     """
     packed = isinstance(k, PackedPool)
+    if q.dtype != mx.float32:  # whose kernel for the mask scales the scores for nothing; others may not hold them
+        q, scale = q * scale, 1.0
     if packed:
         scores = scores_packed(q, k) * scale
     elif q.shape[1] <= 4 and k.shape[1] >= 512:  # BLAS copies the right side, so that is the short one

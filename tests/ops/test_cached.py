@@ -151,3 +151,18 @@ def test_few_and_many_queries_over_many_columns(context, seq, merge):
         for i in range(seq):
             want = plain(q[row, :, i], k, v, pos[row, i], 0.4)
             np.testing.assert_allclose(out[row, i], want, rtol=2e-5, atol=2e-5)
+
+
+def test_scores_beyond_a_half_type_before_they_are_scaled():
+    """Raw products of queries and keys reach 10⁵ in some models (Qwen2's), and float16 ends at 65,504."""
+    draw = np.random.default_rng(0)
+    q, k, v = (draw.normal(size=(1, heads, 3, DIM)).astype(np.float16) for heads in (HEADS, KV, KV))
+    q, k = q * np.float16(200), k * np.float16(200)
+    scale = 1e-4
+    index = CacheIndex.rows(4, [3])
+    pools = [mx.zeros((KV * 4, DIM), mx.float16) for _ in "kv"]
+    out, *_ = attention(*map(mx.array, (q, k, v)), *pools, index.heads(KV, 4), visible(index), scale=scale)
+    assert np.abs(q.astype(np.float32) @ k.astype(np.float32).repeat(HEADS // KV, 1).swapaxes(2, 3)).max() > 65504
+    for i in range(3):
+        want = plain(*(x.astype(np.float64) for x in (q[0, :, i], k[0], v[0])), i, scale)
+        np.testing.assert_allclose(np.array(out[0, :, i]), want, atol=2e-2)
