@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.activation import swish
 from mlx_transmuter.ops.attention import split_heads
 from mlx_transmuter.ops.convolution import convolve
 from mlx_transmuter.ops.registry import OperatorError, op
@@ -94,5 +95,5 @@ def causal_conv_with_state(x, w, bias=None, past_state=None, *, activation="none
     whole = mx.concatenate([past, x], axis=2)
     y = convolve(whole, w, [0], [0], groups=x.shape[1])
     y = y if bias is None else y + bias[:, None]
-    y = y if activation == "none" else y * mx.sigmoid(y)
+    y = y if activation == "none" else swish(y)
     return (y, whole[:, :, whole.shape[2] - reach :])[:outputs]

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.activation import swish
 from mlx_transmuter.ops.registry import Host, OperatorError, op
 
 
@@ -25,7 +26,7 @@ def causal_conv(
         y = y + whole[:, tap * dilation : tap * dilation + seq] * weight[:, 0, tap]
     y = y if bias is None else y + bias
     if activation in ("silu", "swish"):
-        y = y * mx.sigmoid(y)
+        y = swish(y)
     elif activation != "none":
         raise OperatorError(f"the activation {activation!r}", "silu, swish or none")
     return y, whole

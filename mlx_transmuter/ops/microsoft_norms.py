@@ -4,6 +4,7 @@ import math
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.activation import swish
 from mlx_transmuter.ops.registry import OperatorError, op
 
 
@@ -116,7 +117,7 @@ def gated_rms_norm(x, scale, gate, *, activation: str = "silu", epsilon: float =
     wide = x.astype(mx.float32).reshape(*x.shape[:-1], -1, scale.size)
     normed = mx.fast.rms_norm(wide, scale.astype(mx.float32), epsilon).reshape(x.shape)
     z = gate.astype(mx.float32)
-    return (normed * (mx.sigmoid(z) if activation == "sigmoid" else z * mx.sigmoid(z))).astype(x.dtype)
+    return (normed * (mx.sigmoid(z) if activation == "sigmoid" else swish(z))).astype(x.dtype)
 
 
 @op("com.microsoft.BranchwiseRMSNorm-1")
@@ -149,7 +150,7 @@ def group_norm(x, gamma, beta, *, activation: int, groups: int, channels_last: i
     mean = mx.mean(wide, axis=(1, 3), keepdims=True)
     deviation = mx.rsqrt(mx.var(wide, axis=(1, 3), keepdims=True) + epsilon)
     y = ((wide - mean) * deviation).reshape(rows.shape) * gamma.astype(mx.float32) + beta.astype(mx.float32)
-    y = (y * mx.sigmoid(y) if activation == 1 else y).astype(x.dtype)
+    y = (swish(y) if activation == 1 else y).astype(x.dtype)
     return y if channels_last else mx.moveaxis(y, -1, 1)
 
 
