@@ -12,6 +12,7 @@ import mlx.core as mx
 from converters.match import Graph, is_kind
 from converters.observe import Observation
 from converters.parts import behind, computed, is_kind_of
+from converters.tensors import FLOATS
 from mlx_transmuter.program import Node
 
 # What stands between an expert's first products and its last, and takes each element or each row by itself.
@@ -124,7 +125,7 @@ def _projection(graph: Graph, node: Node) -> Projection | None:
 
 def _stack(graph: Graph, name: str) -> bool:
     tensor = graph.weight(name)
-    return tensor is not None and len(tensor.shape) == 3 and tensor.dtype in ("float32", "float16", "bfloat16")
+    return tensor is not None and len(tensor.shape) == 3 and tensor.dtype in FLOATS
 
 
 def _bias(graph: Graph, node: Node, product: Node) -> str:

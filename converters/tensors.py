@@ -34,6 +34,8 @@ BITS = {
 }
 
 
+# The float types that weights of a layer may have.
+FLOATS = ("float32", "float16", "bfloat16")
 # Axes are int32 in MLX, and numpy has at most 64 of them.
 LARGEST_AXIS = 2**31
 MAX_RANK = 32

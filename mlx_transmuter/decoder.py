@@ -296,12 +296,12 @@ class Run:
 
         Raises DecoderError for more tokens than a ring has slots beside the window.
         """
-        ring = self.ring
+        ring, context = self.ring, bucket(length, self.decoder.rows)
         if ring is None:
-            context, window = bucket(length, self.decoder.rows), None if self.decoder.ring else self.decoder.window
+            window = None if self.decoder.ring else self.decoder.window
             return Columns(context, near=near_columns(window, seq, context, self.paged))
         if length <= ring.slots:
-            return Columns(min(bucket(length, self.decoder.rows), ring.slots))
+            return Columns(min(context, ring.slots))
         if seq > ring.step:
             found = f"a step of {seq} tokens over a window of {ring.window}"
             raise DecoderError(found, f"at most {ring.step}", "run the prompt in parts")

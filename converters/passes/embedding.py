@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from converters.match import Answer, Become, Declined, Graph, is_kind
-from converters.passes.linear import FLOATS, layer_names
+from converters.passes.linear import layer_names
+from converters.tensors import FLOATS
 from mlx_transmuter.program import Node
 
 

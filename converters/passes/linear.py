@@ -8,10 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from converters.match import Answer, Become, Declined, Graph, is_kind
-from converters.tensors import Tensor
+from converters.tensors import FLOATS, Tensor
 from mlx_transmuter.program import Node
-
-FLOATS = ("float32", "float16", "bfloat16")
 
 
 def layer_names(graph: Graph, weight: str, *others: str) -> tuple[str, str, str]:

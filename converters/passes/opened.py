@@ -12,8 +12,8 @@ import numpy as np
 
 from converters.blocks import BITS, Blocks, arrays_of, unpacked
 from converters.match import Answer, Become, Declined, Graph, is_kind
-from converters.passes.linear import FLOATS, layer_names
-from converters.tensors import Tensor
+from converters.passes.linear import layer_names
+from converters.tensors import FLOATS, Tensor
 from mlx_transmuter import ops
 from mlx_transmuter.program import Node
 
