@@ -20,7 +20,7 @@ class Become:
     constants.
 
     aliases: outputs of `root` that from now on are another value. inputs, outputs: those of the program that are new or
-    of another type.
+    of another type. gone: those that it has no more.
     """
 
     root: Node
@@ -31,6 +31,7 @@ class Become:
     constants: dict[str, np.ndarray] = field(default_factory=dict)
     inputs: tuple[Value, ...] = ()
     outputs: tuple[Value, ...] = ()
+    gone: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,9 @@ def apply(program: Program, rewrite: Rewrite, graph: Graph | None = None) -> tup
         constants |= answer.constants
         inputs |= {value.name: value for value in answer.inputs}
         outputs |= {value.name: value for value in answer.outputs}
-    nodes = _named(nodes, aliases, [value.name for value in program.outputs])
+    gone = {name for answer in replaced.values() for name in answer.gone}
+    inputs, outputs = ({n: value for n, value in side.items() if n not in gone} for side in (inputs, outputs))
+    nodes = _named(nodes, aliases, list(outputs))
     program = replace(
         program,
         inputs=tuple(inputs.values()),

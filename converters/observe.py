@@ -20,6 +20,7 @@ from mlx_transmuter.cache import CacheIndex
 from mlx_transmuter.module import Module, values_of
 from mlx_transmuter.program import Program, Value
 from mlx_transmuter.signature import ENDS, INDEX, LANES, Signature, SignatureError
+from mlx_transmuter.steps import lanes
 
 # (rows, past, seq): no size stands twice, no two sum to a third that a graph could confuse, and the extremes are in.
 TRIALS = ((2, 7, 3), (1, 31, 5), (3, 21, 1), (5, 0, 11))
@@ -121,7 +122,7 @@ def _pools(signature: Signature, rows: int, past: int, seq: int) -> dict[str, An
     context, heads = past + seq, signature.entries[0].heads
     places = mx.broadcast_to(mx.arange(past, context, dtype=mx.int32), (rows, seq))
     index = CacheIndex.rows(context, [0] * rows).at(places)
-    found: dict[str, Any] = {INDEX: index, LANES: index.heads(heads, context).spare(heads * rows * context)}
+    found: dict[str, Any] = {INDEX: index, LANES: lanes(signature, index, context, heads * rows * context + 1)}
     for entry in signature.entries:
         size = (entry.heads * rows * context + 1, entry.dim)
         found[entry.past] = mx.zeros(size, ops.device_dtype(entry.dtype))

@@ -72,6 +72,12 @@ class Entry:
         *vectors, dim = self._others
         return [self.batch, *vectors, self.length, dim]
 
+    @property
+    def stack(self) -> int | None:
+        """The axis, of five, that has the keys at 0 and the values at 1; None where there is none."""
+        found = [axis for axis, size in enumerate(self.shape) if size == 2 and axis not in (self.batch, self.length)]
+        return found[0] if len(self.shape) == 5 and found and found[0] < min(self.length, len(self.shape) - 2) else None
+
     def sizes(self, rows: int, length: int) -> tuple[int, ...]:
         """The shape of the tensor for that many rows and positions."""
         sizes: dict[int, Any] = {self.batch: rows, self.length: length}

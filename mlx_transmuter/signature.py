@@ -30,7 +30,8 @@ class Signature:
     axis. keep: the input that says of how many last positions the graph gives logits (0: all), int64 of keep_shape.
     entries, states: what the graph carries from step to step, with and without an axis of positions; without either it
     reads its whole prefix at each step. index: whether the program reads and writes pools, by an index; its pasts are
-    then pools and its presents the new ones. ends: whether it gives logits of the tokens that are asked for alone,
+    then pools and its presents the new ones. both: whether each of these pools has the keys of all heads and, after
+    them, the values. ends: whether it gives logits of the tokens that are asked for alone,
     [rows, k, vocab]. vocab: the size of the vocabulary, the last axis of the logits. one_row: whether the graph says
     that it takes one row. given: the other inputs, which a task gives (the outputs of an encoder).
     """
@@ -48,6 +49,7 @@ class Signature:
     logits: str
     vocab: int
     index: bool
+    both: bool
     ends: bool
     one_row: bool
     given: tuple[str, ...]
@@ -88,6 +90,7 @@ class Signature:
             logits=logits.name,
             vocab=vocab,
             index=INDEX in inputs,
+            both=any(node.op == "mlx.attention" and not node.inputs[4] for node in program.all_nodes()),
             ends=ENDS in inputs,
             one_row=(inputs[tokens].shape or (None,))[0] == 1 or any(part.shape[part.batch] == 1 for part in parts),
             given=tuple(value.name for value in others if value.name not in pasts),

@@ -166,15 +166,14 @@ def _over_pools(graph, pools, tokens, index, block, ends, place, given, local=No
     and the states'. local: the index of layers with a window, where they have one of their own.
     """
     signature, module = graph.signature, graph.module
-
-    def lanes(index):
-        return index.heads(signature.entries[0].heads, block).spare(pools[0].shape[0] - 1)
-
+    rows = pools[0].shape[0]
     feed: dict[str, Any] = dict(given)
     feed |= {
         signature.tokens: tokens,
         INDEX: index if local is None else Layered(index, local),
-        LANES: lanes(index) if local is None else Layered(lanes(index), lanes(local)),
+        LANES: lanes(signature, index, block, rows)
+        if local is None
+        else Layered(lanes(signature, index, block, rows), lanes(signature, local, block, rows)),
     }
     feed |= small_inputs(graph, None, place, *tokens.shape[:2])
     if signature.ends:
@@ -188,6 +187,14 @@ def _over_pools(graph, pools, tokens, index, block, ends, place, given, local=No
     pools = [pool.rows if isinstance(pool, PackedPool) else pool for pool in after]
     states = [given_back[state.present] for state in signature.states]
     return logits_of(graph, given_back), pools, states
+
+
+def lanes(signature: Signature, index: CacheIndex, block: int, rows: int) -> CacheIndex:
+    """The index over the pools of a program, each of so many rows, the last one spare; see CacheIndex.heads."""
+    heads = signature.entries[0].heads
+    if not signature.both:
+        return index.heads(heads, block).spare(rows - 1)
+    return index.heads(heads // 2, block).twice((rows - 1) // 2).spare(rows - 1)
 
 
 def _kept(graph: Graph, given: Mapping[str, mx.array], states: list[mx.array], counts: mx.array) -> list[mx.array]:

@@ -35,8 +35,8 @@ ARROWS: dict[str, set[str]] = {
     "tasks": {"program", "tokenizer", "model", "generation"},
     "cli": {"program", "changes", "signature", "plan", "tokenizer", "model", "generation", "tasks", "hub"},
     "converters": {
-        "program", "changes", "cache", "tokenizer", "ops", "entries", "signature", "plan", "weights", "module", "model", "decoder",
-        "hub"
+        "program", "changes", "cache", "tokenizer", "ops", "entries", "signature", "plan", "weights", "module", "model", "steps",
+        "decoder", "hub"
     },
     # What a user imports: the names of all of them.
     "__init__": {"generation", "hub", "model", "tasks"},

@@ -54,6 +54,7 @@ def over_pools(graph: Graph, signature: Signature, layers: Sequence[Layer]) -> I
         yield Declined(layers[0].root, "the cache has the values before the keys")
         return
     inputs = (Value(INDEX, "cache_index", None), Value(LANES, "cache_index", None))
+    pools = _both(graph, layers)
     seen: dict[tuple[Mask, ...], str] = {}
     forms = _forms(graph)
     made: dict[str, Node] = {}
@@ -72,12 +73,36 @@ def over_pools(graph: Graph, signature: Signature, layers: Sequence[Layer]) -> I
             seen[form] = mask[-1].outputs[0]
         nodes += (node for node in layer.before if node.outputs[0] not in made)
         made |= {node.outputs[0]: node for node in layer.before}
-        nodes += _attending(layer, seen[form])
-        answers.append(Become(layer.root, tuple(nodes), constants=layer.constants, inputs=inputs))
+        past, present = pools.get(layer.keys.entry.past, ((), ()))
+        nodes += _attending(layer, seen[form], [value.name for value in (*past, *present)])
+        gone = {name for part in (layer.keys, layer.values) for name in (part.entry.past, part.entry.present) if past}
+        become = Become(layer.root, tuple(nodes), constants=layer.constants, inputs=(*inputs, *past), outputs=present)
+        answers.append(replace(become, gone=frozenset(gone)))
         # Nodes that gave what the layer now gives.
         others = {id(node): node for part in (layer.keys, layer.values) if (node := graph.producer(part.entry.present))}
         answers += [Become(node, ()) for node in others.values() if node is not layer.root]
     yield from _checked(graph, signature, answers, layers[0].root)
+
+
+def _both(graph: Graph, layers: Sequence[Layer]) -> dict[str, tuple[tuple[Value, ...], tuple[Value, ...]]]:
+    """The cache entry of each layer's keys → one pool for its keys and values, as input and as output of the program.
+
+    {} where they stay apart: where some differ in their sizes or type, or are one tensor already. One pool is written
+    and read at once.
+    """
+    entries = [(layer.keys.entry, layer.values.entry) for layer in layers]
+    if any(k == v or (k.heads, k.dim, k.dtype) != (v.heads, v.dim, v.dtype) for k, v in entries):
+        return {}
+    taken = {value.name for value in (*graph.program.inputs, *graph.program.outputs)}
+    taken |= {name for node in graph.nodes for name in node.outputs}
+    dot = "." if {f"past_key_values.{i}" for i in range(len(layers))}.isdisjoint(taken) else ".both."
+    pools = {}
+    for i, (keys, _) in enumerate(entries):
+        shape = (2, "batch_size", keys.heads, "past_sequence_length", keys.dim)
+        names = f"past_key_values{dot}{i}", f"present{dot}{i}"
+        past, present = (Value(name, keys.dtype, shape) for name in names)
+        pools[keys.past] = (past,), (present,)
+    return pools
 
 
 def _forms(graph: Graph) -> dict[str, str]:
@@ -109,8 +134,9 @@ def _named(mask: list[Node], made: dict[str, Node]) -> list[Node]:
     return [*mask[:-1], replace(last, outputs=(f"{last.outputs[0]}.{len(made)}",))]
 
 
-def _attending(layer: Layer, mask: str) -> Iterator[Node]:
-    """The nodes of the layer over pools."""
+def _attending(layer: Layer, mask: str, both: Sequence[str]) -> Iterator[Node]:
+    """The nodes of the layer over pools. both: the names of the pool of its keys and values and of the new one, [] for
+    those of the cache itself."""
     names = {}
     for part, name in ((layer.keys, layer.k), (layer.values, layer.v)):
         names[name] = name
@@ -123,11 +149,15 @@ def _attending(layer: Layer, mask: str) -> Iterator[Node]:
         yield Node("Reshape-5", (layer.sinks, f"{layer.output}.sinks.shape"), sinks)
         layer.constants[f"{layer.output}.sinks.shape"] = np.array([-1], np.int64)
     keys, values = layer.keys.entry, layer.values.entry
-    joined = keys == values
+    if both or keys == values:
+        past, present = both or (keys.past, keys.present)
+        pasts, presents = (past, ""), (present,)
+    else:
+        pasts, presents = (keys.past, values.past), (keys.present, values.present)
     yield Node(
         "mlx.attention",
-        (layer.q, names[layer.k], names[layer.v], keys.past, "" if joined else values.past, LANES, mask, *sinks),
-        (layer.output, keys.present) if joined else (layer.output, keys.present, values.present),
+        (layer.q, names[layer.k], names[layer.v], *pasts, LANES, mask, *sinks),
+        (layer.output, *presents),
         {"scale": layer.scale} | ({"softcap": layer.softcap} if layer.softcap else {}),
         layer.root.name,
     )

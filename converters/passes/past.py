@@ -22,7 +22,7 @@ class Part:
         """The axes of the part in the order rows, heads, positions, size."""
         if self.half is None:
             return self.entry.order
-        axis = _axis(self.entry)
+        axis = self.entry.stack
         return [one - (one > axis) for one in self.entry.order if one != axis]  # type: ignore[operator]
 
     @property
@@ -37,7 +37,7 @@ def parts(graph: Graph, signature: Signature) -> tuple[dict[str, Part], dict[str
     presents = {entry.present: Part(entry) for entry in signature.entries}
     for entry in signature.entries:
         stack = graph.producer(entry.present, "Concat")
-        if _axis(entry) is None or stack is None or len(stack.inputs) != 2:
+        if entry.stack is None or stack is None or len(stack.inputs) != 2:
             continue
         halves = [_unstacked(graph, name) for name in stack.inputs]
         presents |= {name: Part(entry, half) for half, name in enumerate(halves)}
@@ -53,12 +53,6 @@ def fresh(graph: Graph, pasts: dict[str, Part], name: str, part: Part) -> str | 
         return None
     order = part.order
     return node.inputs[1] if node.attrs.get("axis", 0) % len(order) == order[2] else None
-
-
-def _axis(entry: Entry) -> int | None:
-    """The axis of an entry of five that has the keys at 0 and the values at 1."""
-    found = [axis for axis, size in enumerate(entry.shape) if size == 2 and axis not in (entry.batch, entry.length)]
-    return found[0] if len(entry.shape) == 5 and found and found[0] < min(entry.length, len(entry.shape) - 2) else None
 
 
 def _unstacked(graph: Graph, name: str) -> str:

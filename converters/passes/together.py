@@ -1,8 +1,10 @@
-"""Together: what a joined product gives is parted into heads at once, and its queries and keys are rotated at once."""
+"""Together: what a joined product gives is parted into heads at once, its queries and keys are rotated at once, and its
+keys and values are kept at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,7 +14,8 @@ from mlx_transmuter.program import Node
 
 def together(graph: Graph) -> Iterator[Answer]:
     """Split(x) into parts that mlx.split_heads parts → mlx.split_heads(x), then Split; where mlx.rotary turns the first
-    two parts alike, it turns them before they are split."""
+    two parts alike, it turns them before they are split. Where mlx.attention keeps the last two in one pool, they stay
+    one."""
     order = {id(node): i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         parted = _parted(graph, node)
@@ -23,18 +26,29 @@ def together(graph: Graph) -> Iterator[Answer]:
         whole = f"{node.outputs[0]}.heads"
         made = Node("mlx.split_heads", node.inputs[:1], (whole,), {"heads": sum(heads)}, parted[0].name)
         rotated = _rotated(graph, ends[:2], order)
+        turned = [graph.consumers(end)[0].outputs[0] for end in ends[:2]] if rotated else ends[:2]
+        attention = _keeping(graph, [*turned, *ends[2:]], heads)
+        both = f"{whole}.both"
+        if attention is not None:
+            yield Become(attention, (replace(attention, inputs=(turned[0], both, "", *attention.inputs[3:])),))
         if rotated is not None:
             early, late = rotated
-            alike, turned = f"{whole}.alike", f"{whole}.turned"
-            first, constants = _split(whole, [sum(heads[:2]), *heads[2:]], [alike, *ends[2:]])
-            yield Become(node, (made, first), constants=constants)
-            outputs = [graph.consumers(end)[0].outputs[0] for end in ends[:2]]
-            second, constants = _split(turned, heads[:2], outputs)
-            rotary = Node("mlx.rotary", (alike, *late.inputs[1:]), (turned,), late.attrs, late.name)
+            alike, after = f"{whole}.alike", f"{whole}.turned"
+            if attention is not None:  # the values are turned too, by an angle of 0
+                yield Become(node, (made,))
+                attrs = {**late.attrs, "heads": sum(heads[:2])}
+                rotary = Node("mlx.rotary", (whole, *late.inputs[1:]), (after,), attrs, late.name)
+                second, constants = _split(after, [heads[0], sum(heads[1:])], [turned[0], both])
+            else:
+                first, constants = _split(whole, [sum(heads[:2]), *heads[2:]], [alike, *ends[2:]])
+                yield Become(node, (made, first), constants=constants)
+                rotary = Node("mlx.rotary", (alike, *late.inputs[1:]), (after,), late.attrs, late.name)
+                second, constants = _split(after, heads[:2], turned)
             yield Become(late, (rotary, second), constants=constants)
             yield Become(early, ())
         else:
-            split, constants = _split(whole, heads, ends)
+            sizes, outputs = ([heads[0], sum(heads[1:])], [ends[0], both]) if attention is not None else (heads, ends)
+            split, constants = _split(whole, sizes, outputs)
             yield Become(node, (made, split), constants=constants)
         yield from (Become(one, ()) for one in parted)
 
@@ -43,6 +57,15 @@ def _split(source: str, sizes: Sequence[int], outputs: Sequence[str]) -> tuple[N
     """A Split of the heads of source, and the constant that says how many each output has."""
     name = f"{source}.sizes"
     return Node("Split-13", (source, name), tuple(outputs), {"axis": 1}), {name: np.array(sizes, np.int64)}
+
+
+def _keeping(graph: Graph, parts: Sequence[str], heads: Sequence[int]) -> Node | None:
+    """The attention of these queries, keys and values, if it is all that reads the last two, and has one pool for them;
+    else None."""
+    node = graph.only_consumer(parts[-1]) if len(parts) == 3 and heads[1] == heads[2] else None
+    if node is None or node.op != "mlx.attention" or node.inputs[4] or list(node.inputs[:3]) != list(parts):
+        return None
+    return node if graph.only_consumer(parts[1]) is node else None
 
 
 def _parted(graph: Graph, node: Node) -> list[Node]:

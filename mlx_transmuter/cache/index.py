@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_transmuter.cache import columns as see
+from mlx_transmuter.cache import lanes
 from mlx_transmuter.cache.error import INT32_MAX, CacheError, block_sizes, booleans, integer, integers, lengths, pairs
 from mlx_transmuter.cache.storage import read_rows, read_runs, store_rows, zeroed
 from mlx_transmuter.cache.structure import Signature, fields, walked
@@ -48,9 +49,9 @@ class CacheIndex:
        Under a selection this holds for each chosen column. What is zeroed and what is masked follow from one window.
     7. Values vary, shapes do not: positions and tables are arrays, so one compiled step serves all of them.
 
-    Five methods go beyond: `at` places other tokens in the same lanes, `narrow` reads only the first columns, `ring`
-    only the last, `heads` addresses pools that keep heads apart, and `keep` stores what a whole index sees. `store` and
-    `read` are the two halves of `extend`.
+    Six methods go beyond: `at` places other tokens in the same lanes, `narrow` reads only the first columns, `ring`
+    only the last, `heads` addresses pools that keep heads apart, `twice` pools of both keys and values, and `keep`
+    stores what a whole index sees. `store` and `read` are the two halves of `extend`.
     """
 
     _case: str  # "tabled", "whole" or "packed"
@@ -276,34 +277,17 @@ class CacheIndex:
         `rows` without tables of blocks stays a slice of the pool where block is its context before any narrow: then
         the pool is [batch, n, context, dim] as it lies. Raises CacheError for an n or a block below 1.
         """
-        n = integer("CacheIndex.heads: n", n, 1)
-        block = integer("CacheIndex.heads: block", block, 1, INT32_MAX // n)
-        if n == 1:
-            return self
+        return lanes.of_heads(self, n, block)
 
-        def lanes(values: mx.array | None) -> mx.array | None:
-            return None if values is None else mx.repeat(values, n, axis=0)
+    def twice(self, apart: int) -> CacheIndex:
+        """The index over pools that hold two such pools, the second one `apart` rows after the first, as keys and
+        values of all heads: its lanes are those over the first, then those over the second.
 
-        def spread(slots: mx.array) -> mx.array:
-            return see.head_slots(slots, n, block)
-
-        row = lanes(self._row)
-        if row is not None and self._table is not None:
-            head = mx.arange(row.shape[0], dtype=mx.int32) % n
-            row = mx.where((row >= 0) & (row < self._table.shape[0]), row * n + head, -1)
-        runs = self._stride == block and not self._blocks
-        return replace(
-            self,
-            _pos=mx.repeat(self._pos, n, axis=0),
-            _table=None if self._table is None else spread(self._table),
-            _row=row,
-            _blocks=tuple((m, spread(table)) for m, table in self._blocks),
-            _columns=lanes(self._columns),
-            _slots=None if self._slots is None else spread(self._slots),
-            _sees=lanes(self._sees),
-            _stride=block if runs else None,
-            _narrowed=self._narrowed and runs,
-        )
+        The first pool has exactly `apart` rows. extend takes values [2 · batch, seq, ...], and gives seen so. What was a
+        slice of the pool stays one where the second pool follows the runs of the first at once. Raises CacheError for a
+        negative apart, or an index with tables of blocks.
+        """
+        return lanes.twice(self, apart)
 
     def spare(self, row: int) -> CacheIndex:
         """The index for pools whose row `row` nobody reads: what would be stored nowhere is stored there.

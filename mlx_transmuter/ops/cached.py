@@ -44,20 +44,22 @@ def alibi(index, seen, *, slopes):
 def attention(q, k, v, keys, values, lanes, seen, sinks=None, *, scale: float, softcap: float = 0.0, merge: int = 0):
     """Attention of q over what the cache holds, this step's k and v included: (output, keys', values').
 
-    q [rows, heads, seq, dim]; k, v [rows, kv, seq, dim]; keys, values: pools [kv · slots, dim], or PackedPools; without
-    values, keys is one pool for both, [2 kv · slots, dim] or [kv · slots, 2 dim], and (output, keys') comes back. seen:
-    bool [rows, 1, seq, context] or an additive mask [rows, heads, seq, context]. sinks [heads]: a score of no column in
-    each softmax. softcap: scores become c · tanh(score / c). The output is [rows, heads, seq, dim], with merge [rows,
-    seq, heads · dim]; heads share the keys of heads / kv heads. q may come as [rows · heads, seq, dim]; so does the
-    output then, without merge.
+    q [rows, heads, seq, dim]; k, v [rows, kv, seq, dim]; keys, values: pools [kv · slots, dim], or PackedPools. Without
+    values, keys is one pool of both, [2 kv · slots, dim], lanes are those over both (`CacheIndex.twice`), (output,
+    keys') comes back, and without v, k has both, the heads of v after its own. seen: bool [rows, 1, seq, context] or an
+    additive mask [rows, heads, seq, context]. sinks [heads]: a score of no column in each softmax. softcap: scores
+    become c · tanh(score / c). The output is [rows, heads, seq, dim], with merge [rows, seq, heads · dim]; heads share
+    the keys of heads / kv heads. q may come as [rows · heads, seq, dim]; so does the output then, without merge.
     """
     lanes = _of(lanes, seen)
     rows, kv, seq, dim = k.shape
+    kv = kv if v is not None else kv // 2
     flat = q.ndim == 3
     heads = q.shape[0] // rows if flat else q.shape[1]
-    packed = isinstance(keys, PackedPool) and isinstance(values, PackedPool) and _multiplies_packed(seq)
+    packed = all(isinstance(pool, PackedPool) for pool in (keys, values) if pool is not None)
+    packed = packed and _multiplies_packed(seq)
     if values is None:
-        k, v, *pools = _both(k, v, keys, lanes)
+        k, v, *pools = _both(k, v, keys, lanes, packed)
     else:
         k, keys = _extended(lanes, k, keys, packed)
         v, values = _extended(lanes, v, values, packed)
@@ -81,17 +83,16 @@ def _of(index, seen):
     return index.of(seen.shape[-1]) if isinstance(index, Layered) else index
 
 
-def _both(k, v, pool, lanes):
-    """What the cache holds of keys and of values in one pool, k and v included, each [rows · kv, context, dim], and
-    the pool.
+def _both(k, v, pool, lanes, packed: bool):
+    """What the cache holds of keys and of values in one pool, k and v included, each [rows · kv, context, dim] or
+    packed, and the pool.
     """
-    dim = k.shape[3]
-    width = pool.packing.dim if isinstance(pool, PackedPool) else pool.shape[1]
-    axis = 1 if width == dim else 3  # values after the keys of all heads, or after those of each
-    new = mx.concatenate([k, v], axis=axis)
-    held, pool = _extended(lanes, new, pool)
-    held = held.reshape(*new.shape[:2], -1, new.shape[3])
-    return *(part.reshape(-1, *part.shape[2:]) for part in mx.split(held, [k.shape[axis]], axis=axis)), pool
+    if v is None and len(k) > 1:
+        k, v = mx.split(k, 2, axis=1)
+    held, pool = _extended(lanes, k if v is None else mx.concatenate([k, v]), pool, packed)
+    if isinstance(held, PackedPool):
+        return *(held._replace(rows=rows) for rows in mx.split(held.rows, 2)), pool
+    return *mx.split(held, 2), pool
 
 
 def _extended(lanes, values, pool, packed: bool = False) -> tuple[Any, Any]:

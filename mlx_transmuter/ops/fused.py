@@ -15,10 +15,12 @@ def rms_norm(x, weight=None, *, eps: float):
 
 
 @op("mlx.rotary")
-def rotary(x, cos, sin, *, interleaved: int = 0):
+def rotary(x, cos, sin, *, interleaved: int = 0, heads: int = 0):
     """x [..., dim] with its halves, or neighbours where interleaved, rotated by cos and sin, which are alike for
-    both of them and broadcast with x. Su 2021.
+    both of them and broadcast with x; of x [rows, all, seq, dim] the first `heads` alone, where given. Su 2021.
     """
+    if heads:  # the others by an angle of 0, so that nothing is parted and joined again
+        cos, sin = _over_heads(cos, heads, x.shape[1], 1), _over_heads(sin, heads, x.shape[1], 0)
     if interleaved:
         first, second = x[..., ::2], x[..., 1::2]
         cos, sin = cos[..., ::2], sin[..., ::2]
@@ -28,6 +30,13 @@ def rotary(x, cos, sin, *, interleaved: int = 0):
     first, second = mx.split(x, 2, axis=-1)
     before, after = mx.split(sin, 2, axis=-1)
     return x * cos + mx.concatenate([second, first], axis=-1) * mx.concatenate([-before, after], axis=-1)
+
+
+def _over_heads(table: mx.array, heads: int, every: int, value: int) -> mx.array:
+    """table [rows, 1 or heads, seq, dim] for the first heads, and `value` for the others: [rows, every, seq, dim]."""
+    rows, _, seq, dim = table.shape
+    others = mx.full((rows, every - heads, seq, dim), value, table.dtype)
+    return mx.concatenate([mx.broadcast_to(table, (rows, heads, seq, dim)), others], axis=1)
 
 
 ACTIVATIONS = {

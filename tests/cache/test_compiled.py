@@ -57,7 +57,16 @@ def packs(rng: np.random.Generator) -> CacheIndex:
     return CacheIndex.packed(4, [[cut, 4 - cut], [cut]])
 
 
-FORMS = [a_table, a_window, a_selection, blocks, a_draft, runs_by_heads, packs]
+def of_both(rng: np.random.Generator) -> CacheIndex:
+    return a_draft(rng).twice(SLOTS // 2)
+
+
+def runs_of_both(rng: np.random.Generator) -> CacheIndex:
+    index = CacheIndex.rows(3, [2, int(rng.integers(0, 3))])
+    return index.narrow(2).heads(2, 3).twice(12)
+
+
+FORMS = [a_table, a_window, a_selection, blocks, a_draft, runs_by_heads, packs, of_both, runs_of_both]
 
 
 @pytest.mark.usefixtures("compiling")

@@ -261,6 +261,42 @@ def test_rows_by_heads_stay_slices_and_the_pool_lies_as_attention_wants_it():
     assert "Gather" in graph(index.heads(3, 16).read(pool))
 
 
+@some
+@given(case=cases(), n=st.integers(1, 2), spare=st.booleans(), data=st.data())
+def test_a_pool_of_both_is_two_pools_one_after_the_other(case: Case, n: int, spare: bool, data):
+    """Each half gives what it gives as a pool of its own; a slot outside of one doesn't reach into the other."""
+    block = data.draw(st.integers(1, len(case.pool) + 1))
+    slots = -(-max(1, len(case.pool)) // block) * block
+    rng = np.random.default_rng(7)
+    tail, dtype = case.pool.shape[1:], case.pool.dtype.type
+    pools, more = array(rng, (2, n * slots, *tail), dtype), array(rng, (int(spare), *tail), dtype)
+    one = case.index.heads(n, block)
+    values = array(rng, (2, one.batch, one.seq, *tail), dtype)
+    if case.index.walk()[0][0][3]:
+        with pytest.raises(ValueError, match=r"CacheIndex\.twice"):
+            one.twice(n * slots)
+        return
+    both = one.twice(n * slots)
+    both = both.spare(2 * n * slots) if spare else both
+    seen, out = both.extend(values.reshape(-1, one.seq, *tail), np.concatenate([*pools, more]))
+    for half in range(2):
+        wanted_seen, wanted = one.extend(values[half], pools[half])
+        assert np.array(out[half * n * slots : (half + 1) * n * slots]).tobytes() == np.array(wanted).tobytes()
+        same(seen[half * one.batch : (half + 1) * one.batch], np.array(wanted_seen))
+    same(both.mask(), np.concatenate([np.array(one.mask())] * 2))
+    same(both.positions(), np.concatenate([np.array(one.positions())] * 2))
+
+
+def test_rows_of_both_stay_slices():
+    """Keys of all rows, then values: both are read by one view, and each half lies as it does in a pool of its own."""
+    index = CacheIndex.rows(8, [5, 3]).narrow(4).heads(3, 8)
+    pool = mx.arange(2 * 2 * 3 * 8 * 2 + 2, dtype=mx.float32).reshape(-1, 2)
+    seen = index.twice(2 * 3 * 8).spare(2 * 2 * 3 * 8).read(pool, zero=False)
+    same(seen.reshape(2, 2, 3, 4, 2), np.array(pool)[:-1].reshape(2, 2, 3, 8, 2)[:, :, :, :4])
+    assert "Gather" not in graph(seen)
+    assert "Gather" in graph(index.twice(2 * 3 * 8 - 1).read(pool, zero=False))
+
+
 # What the forms of an index mean
 
 

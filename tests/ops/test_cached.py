@@ -50,7 +50,7 @@ def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
     softcap = data.draw(st.sampled_from([0.0, 2.0]), label="softcap")
     sloped = data.draw(st.booleans(), label="sloped")
     sunk = data.draw(st.booleans(), label="sunk")
-    kept = data.draw(st.sampled_from(["two pools", "values after keys", "values beside keys"]), label="kept")
+    kept = data.draw(st.sampled_from(["two pools", "one pool", "one pool of one tensor"]), label="kept")
     parts = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4), label="parts")
     rows = data.draw(st.integers(1, 3), label="rows")
     counts = [[data.draw(st.integers(0, part)) for part in parts] for _ in range(rows)]
@@ -61,11 +61,10 @@ def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
     order = draw.permutation(rows * capacity // block) * block
     table = (order.reshape(rows, -1, 1) + np.arange(block)).reshape(rows, capacity).astype(np.int32)
     spare = data.draw(st.booleans(), label="spare")
-    vectors, size = (2 * KV, DIM) if kept == "values after keys" else (KV, DIM)
-    size = 2 * DIM if kept == "values beside keys" else size
-    pools = [mx.zeros((vectors * rows * capacity + spare, size)) for _ in ("kv" if kept == "two pools" else "k")]
+    vectors, held = (KV, "kv") if kept == "two pools" else (2 * KV, "k")
+    pools = [mx.zeros((vectors * rows * capacity + spare, DIM)) for _ in held]
     bits = data.draw(st.sampled_from([None, 4, 8]), label="bits")
-    packing = bits and Packing.of(bits, 32, size, mx.float32)
+    packing = bits and Packing.of(bits, 32, DIM, mx.float32)
     if packing:
         pools = [PackedPool(mx.zeros((pool.shape[0], packing.width), mx.uint32), packing) for pool in pools]
     history = [(np.zeros((KV, 0, DIM)), np.zeros((KV, 0, DIM))) for _ in range(rows)]
@@ -80,18 +79,19 @@ def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
         seen = visible(index, window=window)
         if slopes is not None:
             seen = alibi(index, seen, slopes=slopes)
-        lanes = index.heads(vectors, block)
+        lanes = index.heads(KV, block)
+        lanes = lanes if kept == "two pools" else lanes.twice(KV * rows * capacity)
         lanes = lanes.spare(vectors * rows * capacity) if spare else lanes
         given = pools if len(pools) == 2 else [pools[0], None]
         sunk_ = () if sinks is None else (mx.array(sinks),)
+        joined = [mx.array(np.concatenate([k, v], axis=1)), None]
+        new_ = joined if kept == "one pool of one tensor" else [mx.array(k), mx.array(v)]
         out, *pools = attention(
-            mx.array(q), mx.array(k), mx.array(v), *given, lanes, seen, *sunk_, scale=scale, softcap=softcap
+            mx.array(q), *new_, *given, lanes, seen, *sunk_, scale=scale, softcap=softcap
         )
         out = np.array(out)
         if packing:  # what is seen is what the pools can hold, the call's own tokens included
-            together = [np.concatenate([k, v], axis=3)] if kept == "values beside keys" else [k, v]
-            near = [unpacked(np.array(packing.pack(mx.array(x))), bits, 32, size, np.float32) for x in together]
-            k, v = near if len(near) == 2 else np.split(near[0], 2, axis=3)
+            k, v = (unpacked(np.array(packing.pack(mx.array(x))), bits, 32, DIM, np.float32) for x in (k, v))
         assert np.array_equal(np.array(positions(index)), np.maximum(pos, 0))
         for row in range(rows):
             held = [
