@@ -90,7 +90,8 @@ class Signature:
             logits=logits.name,
             vocab=vocab,
             index=INDEX in inputs,
-            both=any(node.op == "mlx.attention" and not node.inputs[4] for node in program.all_nodes()),
+            both=INDEX in inputs
+            and any(node.op == "mlx.attention" and not node.inputs[4] for node in program.all_nodes()),
             ends=ENDS in inputs,
             one_row=(inputs[tokens].shape or (None,))[0] == 1 or any(part.shape[part.batch] == 1 for part in parts),
             given=tuple(value.name for value in others if value.name not in pasts),

@@ -337,10 +337,33 @@ def test_heads_that_something_else_reads_are_joined_by_a_node_of_their_own():
 def test_queries_keys_and_values_are_parted_once_and_queries_and_keys_rotated_once():
     program = before("llama", together)
     after, record = apply(program, together)
-    assert record.held == 12  # a split, three partings and two rotations in each of two layers
+    assert record.held == 14  # a split, three partings, two rotations and an attention in each of two layers
     kinds = [node.op for node in after.nodes]
-    assert (kinds.count("mlx.split_heads"), kinds.count("mlx.rotary"), kinds.count("Split-13")) == (2, 2, 6)
+    assert (kinds.count("mlx.split_heads"), kinds.count("mlx.rotary"), kinds.count("Split-13")) == (2, 2, 4)
+    assert [node.attrs["heads"] for node in after.nodes if node.op == "mlx.rotary"] == [6, 6]
+    assert [node.inputs[2] for node in after.nodes if node.op == "mlx.attention"] == ["", ""]
     after.validate()
+
+
+@pytest.mark.parametrize("change", ["values read", "keys read", "apart", "fewer values"])
+def test_keys_and_values_that_are_not_kept_at_once_are_parted(change):
+    program = before("llama", together)
+    node = next(node for node in program.nodes if node.op == "mlx.attention")
+    at = program.nodes.index(node)
+    if change == "apart":  # the program then isn't one that runs, but this rewrite looks at nothing else
+        program.nodes[at] = replace(node, inputs=(*node.inputs[:4], node.inputs[3], *node.inputs[5:]))
+    elif change == "fewer values":
+        split = [node for node in program.nodes if node.op == "mlx.split_heads"][2]
+        program.nodes[program.nodes.index(split)] = replace(split, attrs={"heads": 1})
+        product = next(node for node in program.nodes if node.outputs[:1] and split.inputs[0] in node.outputs)
+        sizes = program.constants[product.inputs[1]]
+        program.constants[product.inputs[1]] = np.array([*sizes[:2], sizes[2] // 2])
+    else:
+        program.nodes.insert(at, Node("Abs-6", (node.inputs[2 if change == "values read" else 1],), ("too",)))
+    after, _ = apply(program, together)
+    first, second = [node for node in after.nodes if node.op == "mlx.attention"]
+    assert first.inputs[1:3] == node.inputs[1:3]
+    assert second.inputs[2] == ""
 
 
 @pytest.mark.parametrize("change", ["other angles", "other sizes", "read before"])
