@@ -5,8 +5,9 @@ docs/benchmark.md.
     python scripts/bench.py                   # in one with the extra `bench`
 
 Each contender is a process of its own with its best settings; every round runs each case once in each of them, one
-after the other, so that a machine that slows down slows all. MLX's Linux wheel links a slow reference BLAS: --blas
-preloads another one for every contender alike (Debian's libopenblas0-pthread; set OPENBLAS_CORETYPE for it).
+after the other, so that a machine that slows down slows all. --preload gives every contender alike what Linux lacks:
+MLX's wheel there links a slow reference BLAS (Debian has libopenblas0-pthread; set OPENBLAS_CORETYPE for it), and its
+CPU backend asks glibc for the memory of each operation, from two threads (jemalloc, libjemalloc2, is faster at that).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
@@ -51,8 +53,8 @@ SAID = "## What wins and what loses\n"
 class Worker:
     """A contender's process."""
 
-    def __init__(self, name: str, root: Path, blas: str | None):
-        env = {**os.environ, **({"LD_PRELOAD": blas} if blas else {})}
+    def __init__(self, name: str, root: Path, preload: Sequence[str]):
+        env = {**os.environ, **({"LD_PRELOAD": ":".join(preload)} if preload else {})}
         path = Path(__file__).parent / "benching" / "worker.py"
         self.process = subprocess.Popen(
             [sys.executable, str(path), name, str(root)],
@@ -79,10 +81,10 @@ class Worker:
 
 
 def measure(
-    names: list[str], root: Path, rounds: int, new: int, blas: str | None, vocab: int, cases: list[dict]
+    names: list[str], root: Path, rounds: int, new: int, preload: Sequence[str], vocab: int, cases: list[dict]
 ) -> list[dict]:
     """A row per case and contender: medians over the rounds, after one round that doesn't count."""
-    workers = {name: Worker(name, root, blas) for name in names}
+    workers = {name: Worker(name, root, preload) for name in names}
     rows = []
     for case in cases:
         here = [name for name in names if case["batch"] * case["context"] <= MOST.get(name, 2**20)]
@@ -184,7 +186,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", help="only these contexts")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new", type=int, default=32, help="new tokens a run")
-    parser.add_argument("--blas", help="a library to preload in every contender")
+    parser.add_argument("--preload", nargs="+", default=[], help="libraries to preload in every contender")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "docs")
     args = parser.parse_args()
     root = args.cache / args.shape
@@ -196,10 +198,11 @@ def main() -> None:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         pool.submit(convert, root).result()
     cases = [case for case in CASES if not args.contexts or case["context"] in args.contexts]
-    rows = measure(args.contenders, root, args.rounds, args.new, args.blas, SHAPES[args.shape]["vocab_size"], cases)
-    blas = f", {Path(args.blas).name} preloaded in every contender" if args.blas else ""
+    rows = measure(args.contenders, root, args.rounds, args.new, args.preload, SHAPES[args.shape]["vocab_size"], cases)
+    names = " and ".join(Path(library).name for library in args.preload)
+    loaded = f", {names} preloaded in every contender" if names else ""
     head = f"Written by `scripts/bench.py`: a Llama of shape {args.shape}, random weights, {args.new} new tokens, "
-    head += f"medians of {args.rounds} interleaved rounds. {versions()}{blas}. The floor, 'products', is the model's "
+    head += f"medians of {args.rounds} interleaved rounds. {versions()}{loaded}. The floor, 'products', is the model's "
     head += "matrix products alone, those of attention among them."
     page = args.out / "benchmark.md"
     said = page.read_text().partition(SAID)[2] if page.exists() else "\n"

@@ -78,4 +78,3 @@ def twice(index: CacheIndex, apart: int) -> CacheIndex:
         _stride=index._stride if runs else None,
         _narrowed=index._narrowed and runs,
     )
-

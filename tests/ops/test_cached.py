@@ -86,9 +86,7 @@ def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
         sunk_ = () if sinks is None else (mx.array(sinks),)
         joined = [mx.array(np.concatenate([k, v], axis=1)), None]
         new_ = joined if kept == "one pool of one tensor" else [mx.array(k), mx.array(v)]
-        out, *pools = attention(
-            mx.array(q), *new_, *given, lanes, seen, *sunk_, scale=scale, softcap=softcap
-        )
+        out, *pools = attention(mx.array(q), *new_, *given, lanes, seen, *sunk_, scale=scale, softcap=softcap)
         out = np.array(out)
         if packing:  # what is seen is what the pools can hold, the call's own tokens included
             k, v = (unpacked(np.array(packing.pack(mx.array(x))), bits, 32, DIM, np.float32) for x in (k, v))
