@@ -283,9 +283,9 @@ class CacheIndex:
         """The index over pools that hold two such pools, the second one `apart` rows after the first, as keys and
         values of all heads: its lanes are those over the first, then those over the second.
 
-        The first pool has exactly `apart` rows. extend takes values [2 · batch, seq, ...], and gives seen so. What was a
-        slice of the pool stays one where the second pool follows the runs of the first at once. Raises CacheError for a
-        negative apart, or an index with tables of blocks.
+        The first pool has exactly `apart` rows. extend takes values [2 · batch, seq, ...], and gives seen so. What was
+        a slice of the pool stays one where the second pool follows the runs of the first at once. Raises CacheError for
+        a negative apart, or an index with tables of blocks.
         """
         return lanes.twice(self, apart)
 

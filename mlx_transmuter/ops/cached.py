@@ -83,7 +83,7 @@ def _of(index, seen):
     return index.of(seen.shape[-1]) if isinstance(index, Layered) else index
 
 
-def _both(k, v, pool, lanes, packed: bool):
+def _both(k, v, pool, lanes, packed: bool) -> tuple[Any, ...]:
     """What the cache holds of keys and of values in one pool, k and v included, each [rows · kv, context, dim] or
     packed, and the pool.
     """
