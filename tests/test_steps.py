@@ -271,6 +271,7 @@ def test_a_token_of_one_row_moves_nothing_but_its_keys(loaded):
     assert count["Unflatten"] == 0
     assert count["ScatterAxis"] == count["AsStrided"] == layers  # of keys and values at once
     assert count["Reshape"] <= 6 * layers + 1
+    assert (count["Gather"], count["GatherAxis"]) == (1, 0)  # the token's embedding alone is looked up
 
 
 # Memory.
