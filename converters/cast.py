@@ -131,13 +131,13 @@ class _Half:
             if array.dtype.kind == "f":
                 self.states[name] = KEPT
                 self.small |= {name} if np.abs(array).max(initial=0) <= 1 else set()
-        wants = [self.want(node, loose) for node in source.nodes]
-        single = {n for node, want in zip(source.nodes, wants, strict=True) if want != HALF for n in node.inputs}
+        wants = [(one, self.want(one, loose)) for node in source.nodes for one in self.parted(node)]
+        single = {name for node, want in wants if want != HALF for name in node.inputs}
         halved = loose - single
         self.states |= {name: HALF if name in halved else KEPT for name in loose}
         signature = Signature.of(source)
         presents = {one.present for one in (*signature.entries, *signature.states)}
-        for node, want in zip(source.nodes, wants, strict=True):
+        for node, want in wants:
             self.emit(node, want, presents)
         arrays = {
             name: tensor(one, self.dtype, name, self.path, name in halved)
@@ -169,6 +169,18 @@ class _Half:
         if isinstance(found, np.ndarray):
             return found.dtype.kind == "f"
         return isinstance(found, mx.array) and mx.issubdtype(found.dtype, mx.floating)
+
+    def parted(self, node: Node) -> list[Node]:
+        """The node; a product and its sum apart, where what it is added to is in float32 and the sum is to be, too."""
+        to = node.inputs[2] if node.op == "mlx.linear" and len(node.inputs) > 2 else ""
+        if self.states.get(to) != SINGLE:
+            return [node]
+        product = f"{node.outputs[0]}.product"
+        self.states[product] = HALF
+        return [
+            replace(node, inputs=node.inputs[:2], outputs=(product,)),
+            Node("Add-7", (to, product), node.outputs, {}, node.name),
+        ]
 
     def want(self, node: Node, loose: set[str]) -> str | None:
         """The state that the node's float inputs must have, with that of its outputs noted; None for no floats."""

@@ -127,6 +127,7 @@ def _sources(
             continue
         if node.op in _LAYERS:
             yield node
+            left += node.inputs[2:] if node.op == "mlx.linear" else ()  # what the product is added to
             continue
         if passed is not None:
             passed.add(node.op)

@@ -258,7 +258,8 @@ def test_a_step_holds_nothing_that_metal_lacks(name, pooled, loaded, monkeypatch
 
 def test_a_token_of_one_row_moves_nothing_but_its_keys(loaded):
     """A step pays for each operation, so products get what they want as it lies: of a layer's six, and the head, none
-    is turned or laid flat; the one transpose is that of the keys."""
+    is turned or laid flat, and two take in their sum with the residual stream; the one transpose is that of the
+    keys."""
     decoder = Decoder(loaded("llama").decoder, 1)
     run = decoder.begin([40])
     step = steps.pooled(decoder.graph, 1, Columns(64), run.store.span, False)
@@ -266,7 +267,8 @@ def test_a_token_of_one_row_moves_nothing_but_its_keys(loaded):
     found = parts(lambda *given: step(list(given[:-3]), *given[-3:], None, None, {}, None), *run.pools.arrays, *arrays)
     count = Counter(part["name"] for part in found if part["type"] == "primitive")
     layers = 2
-    assert count["Matmul"] == 6 * layers + 2  # and the angles of the rotation
+    assert count["Matmul"] == 4 * layers + 2  # and the angles of the rotation
+    assert count["AddMM"] == 2 * layers
     assert count["Transpose"] <= layers + 1  # and one of the rotation's angles
     assert count["Unflatten"] == 0
     assert count["ScatterAxis"] == count["AsStrided"] == layers  # of keys and values at once

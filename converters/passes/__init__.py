@@ -18,6 +18,7 @@ buffer;
    flat: these take rows of any shape; chosen: those of alike experts stand in stacks; joined: those of one input become
    one.
 7. norms, rotary, gates: one node for what exporters write in several; parted: after rotary, which looks for slices.
+   residual: after all that look for products or sums, which are one node then.
 8. attention: after settle, which leaves of the repeated keys and of the reshapes only what matters; the past and the
    present become pools, and the mask, which nothing reads any more, goes. group_query: the same for the operator that
    brings its rotation.
@@ -50,6 +51,7 @@ from converters.passes.opened import opened
 from converters.passes.parted import parted
 from converters.passes.positions import positions
 from converters.passes.quantized import quantized
+from converters.passes.residual import residual
 from converters.passes.rotary import rotary
 from converters.passes.same import same
 from converters.passes.settle import settle
@@ -82,6 +84,7 @@ IN_GRAPH: tuple[Rewrite, ...] = (
     rotary,
     gates,
     parted,
+    residual,
 )
 # Those that take sizes which depend on values out of a step: where one is made, the graph itself runs eagerly.
 BY_VALUES = ("experts", "grouped")

@@ -32,6 +32,8 @@ def last(graph: Graph) -> Iterator[Answer]:
         node = graph.producer(named[0])
     if node is None or (after and graph.only_consumer(node.outputs[0]) is None):
         return
+    if node.inputs[2:]:  # what the logits are added to would have to be cut, too
+        return
     rows = f"{node.inputs[0]}.last"
     yield Become(
         node,

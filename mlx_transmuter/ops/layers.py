@@ -36,10 +36,11 @@ def layer(kind: str, **options) -> nn.Module:
 
 
 @op("mlx.linear")
-def linear(x, projection: Layer, *, pad: int = 0):
+def linear(x, projection: Layer, to=None, *, pad: int = 0):
     """x [..., in] through the layer: [..., out]. MatMul with a constant matrix, and the Add of a bias after it.
 
-    pad: columns of zeros after x's own, for a quantised layer whose last group is not full.
+    to: what the product is added to, [..., out], as the residual stream. pad: columns of zeros after x's own, for a
+    quantised layer whose last group is not full.
     """
     x = mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)]) if pad else x
     bias = projection.get("bias")
@@ -48,8 +49,13 @@ def linear(x, projection: Layer, *, pad: int = 0):
     elif type(projection) is nn.QuantizedLinear and _many(x):
         turned = _floats(projection)
     else:
-        return projection(x)
-    return x @ turned if bias is None else mx.addmm(bias, x, turned)
+        return _plus(projection(x), to)
+    if bias is not None:
+        return _plus(mx.addmm(bias, x, turned), to)
+    # Of other types addmm would compute the product in the type of the sum.
+    if to is None or not (to.dtype == x.dtype == turned.dtype):
+        return _plus(x @ turned, to)
+    return _added(to, x, turned)
 
 
 @op("mlx.embedding")
@@ -66,6 +72,20 @@ def as_linear(x, table: Layer):
     if type(table) is nn.QuantizedEmbedding and _many(x):
         return x @ _floats(table)
     return table.as_linear(x)  # pyright: ignore[reportOptionalCall]
+
+
+def _plus(product: mx.array, to: mx.array | None) -> mx.array:
+    return product if to is None else product + to
+
+
+def _added(to: mx.array, x: mx.array, turned: mx.array) -> mx.array:
+    """to [..., out] + x [..., in] @ turned [in, out] or [1, in, out], in one operation.
+
+    Several rows are laid flat first: on the CPU each would else read the whole matrix for itself.
+    """
+    if x.ndim < 3 or turned.ndim == 3:
+        return mx.addmm(to, x, turned)
+    return mx.unflatten(mx.addmm(mx.flatten(to, 0, -2), mx.flatten(x, 0, -2), turned), 0, x.shape[:-1])
 
 
 def _turned(matrix: mx.array, x: mx.array) -> mx.array:

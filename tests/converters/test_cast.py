@@ -171,6 +171,29 @@ def test_squares_of_large_values_do_not_overflow(dtype, tmp_path):
     assert program.weights["norm.weight"].dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_product_that_is_added_to_large_values_leaves_them_in_float32(dtype, tmp_path):
+    """The product itself is in the half type; the sum is within it in the half type's own numbers alone."""
+    node = helper.make_node
+    nodes = [
+        node("Mul", ["embedded", "large"], ["wide"]), node("Pow", ["wide", "two_f"], ["square"]),
+        node("MatMul", ["embedded", "extra.weight"], ["turned"]), node("Add", ["square", "turned"], ["sum"]),
+        node("Div", ["sum", "larger"], ["small"]), node("Mul", ["small", "norm.weight"], ["changed"]),
+    ]  # fmt: skip
+    draw = np.random.default_rng(1)
+    extra = {
+        "large": np.array(500.0, np.float32), "two_f": np.array(2.0, np.float32),
+        "larger": np.array(250000.0, np.float32), "norm.weight": np.linspace(0.5, 1.5, toy.DIM, dtype=np.float32),
+        "extra.weight": (1e4 * draw.normal(size=(toy.DIM, toy.DIM))).astype(np.float32),
+    }  # fmt: skip
+    program = agrees(with_nodes(nodes, extra), tmp_path, dtype)
+    assert {record["name"]: record["held"] for record in program.meta["rewrites"]}["residual"] == 1
+    found = types(program)
+    assert (found["sum"], found["changed"]) == ("float32", dtype)
+    product = next(node for node in program.nodes if "extra" in node.inputs)
+    assert found[product.outputs[0]] == dtype
+
+
 def test_an_exporters_island_in_a_half_file_stays_one(tmp_path):
     """Casts to float32 around an elementwise part, that the file computes there, also after the other half type."""
     node, f32, f16 = helper.make_node, TensorProto.FLOAT, TensorProto.FLOAT16

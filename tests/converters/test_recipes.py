@@ -117,6 +117,26 @@ def test_opaque_names_change_nothing():
     assert found == {names[path]: bits for path, bits in wanted.items()}
 
 
+def test_a_value_that_is_the_sum_of_two_products_comes_from_no_value_projection():
+    """As an adapter beside v_proj makes of it, whether its sum is a node or a part of the product."""
+    program = llama(11, pools=True)
+    node = next(node for node in program.nodes if node.inputs[1:] == ("model.layers.0.self_attn.v_proj",))
+    at, x, v = program.nodes.index(node), node.inputs[0], node.outputs[0]
+    beside = Node("mlx.linear", (x, "adapter"), ("beside",))
+    sums = [
+        [replace(node, outputs=("product",)), beside, Node("Add-7", ("product", "beside"), (v,))],
+        [beside, replace(node, inputs=(*node.inputs, "beside"))],
+    ]
+    layers = program.layers | {"adapter": {"kind": "Linear", "bias": False}}
+    programs = [program] + [
+        replace(program, nodes=[*program.nodes[:at], *nodes, *program.nodes[at + 1 :]], layers=layers) for nodes in sums
+    ]
+    plain, apart, within = (bits_of(one, Quantization.of("mixed_3_6"), Path("model.onnx")) for one in programs)
+    assert apart == within
+    assert node.inputs[1] in plain
+    assert node.inputs[1] not in within
+
+
 def rewritten(name: str) -> Program:
     """The fixture's program over pools with the layers that the exporter has, none joined."""
     graph = read(FIXTURES / name / "model.onnx")

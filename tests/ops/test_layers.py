@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import itertools
+import re
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -51,6 +55,87 @@ def test_a_quantised_product_is_that_of_the_layer(shape, bits, group, kind):
         np.testing.assert_allclose(np.array(found), np.array(wanted), **near)
 
 
+def rounding(kind: mx.Dtype, terms: int) -> float:
+    """The most by which a sum of so many terms may be off in that type, relative to the sum of their magnitudes, in
+    whatever order they are added (Higham 2002, 4.2), where each result is rounded to the nearest.
+    """
+    return terms * mx.finfo(kind).eps / 2
+
+
+@pytest.mark.parametrize("kind", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_sum_with_a_product_is_numpys(shape, bias, kind):
+    layer, x = nn.Linear(6, 4, bias=bias), drawn(*shape).astype(kind)
+    layer.set_dtype(kind)
+    to = (8 * drawn(*shape[:-1], 4, 1)[..., 0]).astype(kind)
+    found = linear(x, layer, to)
+    assert (found.shape, found.dtype) == (to.shape, kind)
+    x, to, weight, more = (
+        np.array(one.astype(mx.float32)).astype(np.float64)
+        for one in (x, to, layer.weight, layer.get("bias", mx.zeros(4)))
+    )
+    bound = rounding(kind, 9) * (np.abs(x) @ np.abs(weight.T) + np.abs(more) + np.abs(to))
+    assert (np.abs(np.array(found.astype(mx.float32)) - (x @ weight.T + more + to)) <= bound).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 64), (2, 1, 64), (3, 1, 64), (1, 9, 64), (2, 5, 64), (0, 3, 64)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", [mx.float32, mx.float16], ids=str)
+def test_a_sum_with_a_quantised_product_is_that_of_the_layer_and_what_it_is_added_to(shape, bias, kind):
+    full = nn.Linear(64, 40, bias=bias)
+    full.set_dtype(kind)
+    layer, x, to = nn.QuantizedLinear.from_linear(full, 32, 4), drawn(*shape).astype(kind), drawn(*shape[:-1], 40)
+    to = to.astype(kind)
+    near = {"rtol": 1e-5, "atol": 1e-5} if kind == mx.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    found, wanted = linear(x, layer, to), layer(x) + to
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    np.testing.assert_allclose(np.array(found), np.array(wanted), **near)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kinds", list(itertools.permutations([mx.float32, mx.float16, mx.bfloat16], 2)), ids=str)
+def test_what_is_of_another_type_is_added_to_the_product_in_the_products(kinds, rows):
+    """A stream in float32 doesn't make the product one of float32, nor does one of a half type round it."""
+    kind, other = kinds
+    layer, x, to = nn.Linear(6, 4, bias=False), drawn(rows, 5, 6).astype(kind), drawn(rows, 5, 4).astype(other)
+    layer.set_dtype(kind)
+    found, wanted = linear(x, layer, to), linear(x, layer) + to
+    assert found.dtype == wanted.dtype == mx.float32
+    assert mx.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(("rows", "wanted"), [(1, ["AddMM"]), (3, ["AddMM", "Flatten", "Flatten", "Unflatten"])])
+@pytest.mark.parametrize("seq", [1, 5])
+def test_a_sum_with_a_product_is_one_operation(rows, wanted, seq):
+    """Views around it cost no pass over the numbers; a sum after it, or a matrix repeated for each row, would."""
+    layer = nn.Linear(6, 4, bias=False)
+    mx.eval(layer)
+    step, text = mx.compile(lambda x, to: linear(x, layer, to)), io.StringIO()
+    mx.export_to_dot(text, step(mx.zeros((rows, seq, 6)), mx.zeros((rows, seq, 4))))
+    made = re.findall(r'label ?= ?"([A-Z]\w*)"', text.getvalue())
+    assert sorted(one for one in made if one not in ("Broadcast", "Full", "AsType")) == wanted
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_sum_with_a_product_has_gradients(rows):
+    layer, x, to = nn.Linear(6, 4, bias=False), drawn(rows, 5, 6), drawn(rows, 5, 4, 1)[..., 0]
+
+    def loss(weight, x, to, sum_):
+        layer.weight = weight
+        return mx.sin(sum_(x, to)).sum()
+
+    def own(x, to):
+        return linear(x, layer, to)
+
+    weight = layer.weight
+    found = mx.grad(lambda *given: loss(*given, own), argnums=(0, 1, 2))(weight, x, to)
+    wanted = mx.grad(lambda *given: loss(*given, lambda x, to: layer(x) + to), argnums=(0, 1, 2))(weight, x, to)
+    for one, other in zip(found, wanted, strict=True):
+        assert mx.abs(other).max() > 0.1
+        np.testing.assert_allclose(np.array(one), np.array(other), rtol=1e-5, atol=1e-5)
+
+
 def test_weights_may_be_arguments_as_in_training():
     layer, x = nn.Linear(6, 4), drawn(1, 3, 6)
     found = nn.value_and_grad(layer, lambda x: linear(x, layer).square().sum())(x)
@@ -66,3 +151,5 @@ def test_a_layer_that_took_the_place_of_another_is_called():
 
     layer, x = Doubled(6, 4), drawn(1, 3, 6)
     assert np.array_equal(np.array(linear(x, layer)), np.array(layer(x)))
+    to = drawn(1, 3, 4)
+    assert np.array_equal(np.array(linear(x, layer, to)), np.array(layer(x) + to))

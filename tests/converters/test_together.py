@@ -1,0 +1,64 @@
+"""Together: queries, keys and values of one product are parted, rotated and kept at once where they can be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_passes import before
+
+from converters.match import apply
+from converters.passes.together import together
+from mlx_transmuter.program import Node
+
+
+def test_queries_keys_and_values_are_parted_once_and_queries_and_keys_rotated_once():
+    program = before("llama", together)
+    after, record = apply(program, together)
+    assert record.held == 14  # a split, three partings, two rotations and an attention in each of two layers
+    kinds = [node.op for node in after.nodes]
+    assert (kinds.count("mlx.split_heads"), kinds.count("mlx.rotary"), kinds.count("Split-13")) == (2, 2, 4)
+    assert [node.attrs["heads"] for node in after.nodes if node.op == "mlx.rotary"] == [6, 6]
+    assert [node.inputs[2] for node in after.nodes if node.op == "mlx.attention"] == ["", ""]
+    after.validate()
+
+
+@pytest.mark.parametrize("change", ["values read", "keys read", "apart", "fewer values"])
+def test_keys_and_values_that_are_not_kept_at_once_are_parted(change):
+    program = before("llama", together)
+    node = next(node for node in program.nodes if node.op == "mlx.attention")
+    at = program.nodes.index(node)
+    if change == "apart":  # the program then isn't one that runs, but this rewrite looks at nothing else
+        program.nodes[at] = replace(node, inputs=(*node.inputs[:4], node.inputs[3], *node.inputs[5:]))
+    elif change == "fewer values":
+        split = [node for node in program.nodes if node.op == "mlx.split_heads"][2]
+        program.nodes[program.nodes.index(split)] = replace(split, attrs={"heads": 1})
+        product = next(node for node in program.nodes if node.outputs[:1] and split.inputs[0] in node.outputs)
+        sizes = program.constants[product.inputs[1]]
+        program.constants[product.inputs[1]] = np.array([*sizes[:2], sizes[2] // 2])
+    else:
+        program.nodes.insert(at, Node("Abs-6", (node.inputs[2 if change == "values read" else 1],), ("too",)))
+    after, _ = apply(program, together)
+    first, second = [node for node in after.nodes if node.op == "mlx.attention"]
+    assert first.inputs[1:3] == node.inputs[1:3]
+    assert second.inputs[2] == ""
+
+
+@pytest.mark.parametrize("change", ["other angles", "other sizes", "read before"])
+def test_heads_that_are_not_alike_are_parted_and_rotated_apart(change):
+    program = before("llama", together)
+    first, second = [node for node in program.nodes if node.op == "mlx.rotary"][:2]
+    split = next(node for node in program.nodes if node.op == "mlx.split_heads")
+    at = program.nodes.index
+    if change == "other angles":
+        program.nodes[at(second)] = replace(second, inputs=(second.inputs[0], second.inputs[2], second.inputs[1]))
+        wanted = (3, 2)  # rotations and partings
+    elif change == "other sizes":
+        program.nodes[at(split)] = replace(split, attrs={"heads": 2 * split.attrs["heads"]})
+        wanted = (3, 4)
+    else:
+        program.nodes.insert(at(first) + 1, Node("Abs-6", first.outputs, ("early",)))
+        wanted = (3, 2)
+    kinds = [node.op for node in apply(program, together)[0].nodes]
+    assert (kinds.count("mlx.rotary"), kinds.count("mlx.split_heads")) == wanted
