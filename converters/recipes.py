@@ -72,7 +72,12 @@ def _wants_more(block: int, blocks: int) -> bool:
 
 def _value_projections(graph: Graph) -> Iterator[Node]:
     """The layers that give the cache's values alone, a block each."""
-    kept = [node for node in graph.nodes if len(node.outputs) > 2 and _is_present(graph, node.outputs[2])]
+    kept = [
+        node
+        for node in graph.nodes
+        if (node.op == "mlx.attention" and node.inputs[2])
+        or (len(node.outputs) > 2 and _is_present(graph, node.outputs[2]))
+    ]
     yield from (source for node in kept for source in _alone(graph, [node.inputs[2]]))
     inside = {name for node in kept for name in node.outputs}
     names = [value.name for value in graph.program.outputs if _is_value(value.name) and value.name not in inside]
