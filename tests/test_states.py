@@ -24,7 +24,7 @@ def test_what_is_carried(loaded):
     lfm2 = Decoder(loaded("lfm2").decoder, 2)
     assert [state.past for state in lfm2.signature.states] == ["past_conv.0", "past_conv.2"]
     assert [state.sizes(5) for state in lfm2.signature.states] == [(5, 32, 3)] * 2
-    assert [entry.past for entry in lfm2.signature.entries] == ["past_key_values.0"]
+    assert [entry.past for entry in lfm2.signature.entries] == ["past_key_values.both.0"]
     assert lfm2.signature.index  # its attention is over pools all the same
     net = Signature.of(loaded("deltanet_ort").decoder.program)
     assert not net.entries

@@ -54,7 +54,7 @@ def over_pools(graph: Graph, signature: Signature, layers: Sequence[Layer]) -> I
         yield Declined(layers[0].root, "the cache has the values before the keys")
         return
     inputs = (Value(INDEX, "cache_index", None), Value(LANES, "cache_index", None))
-    pools = _both(graph, layers)
+    pools = _both(graph, signature, layers)
     seen: dict[tuple[Mask, ...], str] = {}
     forms = _forms(graph)
     made: dict[str, Node] = {}
@@ -75,16 +75,19 @@ def over_pools(graph: Graph, signature: Signature, layers: Sequence[Layer]) -> I
         made |= {node.outputs[0]: node for node in layer.before}
         past, present = pools.get(layer.keys.entry.past, ((), ()))
         nodes += _attending(layer, seen[form], [value.name for value in (*past, *present)])
-        gone = {name for part in (layer.keys, layer.values) for name in (part.entry.past, part.entry.present) if past}
         become = Become(layer.root, tuple(nodes), constants=layer.constants, inputs=(*inputs, *past), outputs=present)
-        answers.append(replace(become, gone=frozenset(gone)))
+        entries = (layer.keys.entry, layer.values.entry) if past else ()
+        gone = frozenset(name for entry in entries for name in (entry.past, entry.present))
+        answers.append(replace(become, gone=gone))
         # Nodes that gave what the layer now gives.
         others = {id(node): node for part in (layer.keys, layer.values) if (node := graph.producer(part.entry.present))}
         answers += [Become(node, ()) for node in others.values() if node is not layer.root]
     yield from _checked(graph, signature, answers, layers[0].root)
 
 
-def _both(graph: Graph, layers: Sequence[Layer]) -> dict[str, tuple[tuple[Value, ...], tuple[Value, ...]]]:
+def _both(
+    graph: Graph, signature: Signature, layers: Sequence[Layer]
+) -> dict[str, tuple[tuple[Value, ...], tuple[Value, ...]]]:
     """The cache entry of each layer's keys → one pool for its keys and values, as input and as output of the program.
 
     {} where they stay apart: where some differ in their sizes or type, or are one tensor already. One pool is written
@@ -95,9 +98,12 @@ def _both(graph: Graph, layers: Sequence[Layer]) -> dict[str, tuple[tuple[Value,
         return {}
     taken = {value.name for value in (*graph.program.inputs, *graph.program.outputs)}
     taken |= {name for node in graph.nodes for name in node.outputs}
-    dot = "." if {f"past_key_values.{i}" for i in range(len(layers))}.isdisjoint(taken) else ".both."
+    numbers = range(len(layers))
+    free = {f"{side}.{i}" for side in ("past_key_values", "present") for i in numbers}.isdisjoint(taken)
+    # By its number alone a state may be called, too; pasts and presents must stay pairs by their names.
+    dot = "." if free and not signature.states else ".both."
     pools = {}
-    for i, (keys, _) in enumerate(entries):
+    for i, (keys, _) in zip(numbers, entries, strict=True):
         shape = (2, "batch_size", keys.heads, "past_sequence_length", keys.dim)
         names = f"past_key_values{dot}{i}", f"present{dot}{i}"
         past, present = (Value(name, keys.dtype, shape) for name in names)

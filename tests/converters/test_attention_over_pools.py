@@ -158,7 +158,23 @@ def grouped(added: str = "", sinks: bool = False, norms: str = "", packed: bool 
     return Toy(2).model(layer)
 
 
+def numbered(past: str) -> ModelProto:
+    """A cache of which each tensor has a number alone: keys and values of one layer, then those of the other."""
+    model = multi_head("causal")
+    order = [(layer, part) for layer in range(2) for part in ("key", "value")]
+    names = {f"past_key_values.{a}.{b}": f"{past}.{i}" for i, (a, b) in enumerate(order)}
+    names |= {f"present.{a}.{b}": f"present.{i}" for i, (a, b) in enumerate(order)}
+    for value in (*model.graph.input, *model.graph.output):
+        value.name = names.get(value.name, value.name)
+    for node in model.graph.node:
+        for side in (node.input, node.output):
+            side[:] = [names.get(name, name) for name in side]
+    return model
+
+
 MODELS: dict[str, Callable[[], ModelProto]] = {
+    "a numbered cache": lambda: numbered("past_key_values"),
+    "a numbered cache, other pasts": lambda: numbered("past"),
     "MultiHeadAttention, its own mask": lambda: multi_head("causal"),
     "MultiHeadAttention, a bias as mask": lambda: multi_head("bias", scale=0.5),
     "MultiHeadAttention, a window": lambda: multi_head("window"),
