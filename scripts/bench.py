@@ -4,10 +4,11 @@ docs/benchmark.md.
     python scripts/bench.py --make            # in an environment with the extra `fixtures`: makes the model
     python scripts/bench.py                   # in one with the extra `bench`
 
-Each contender is a process of its own with its best settings; every round runs each case once in each of them, one
-after the other, so that a machine that slows down slows all. --preload gives every contender alike what Linux lacks:
-MLX's wheel there links a slow reference BLAS (Debian has libopenblas0-pthread; set OPENBLAS_CORETYPE for it), and its
-CPU backend asks glibc for the memory of each operation, from two threads (jemalloc, libjemalloc2, is faster at that).
+Each contender is a process of its own with its best settings; every round runs each case once in each of them, the
+prompts one after the other and then a few tokens of each in turn, so that a machine that slows down slows all.
+--preload gives every contender alike what Linux lacks: MLX's wheel there links a slow reference BLAS (Debian has
+libopenblas0-pthread; set OPENBLAS_CORETYPE for it), and its CPU backend asks glibc for the memory of each operation,
+from two threads (jemalloc, libjemalloc2, is faster at that).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from textwrap import fill
+from typing import Any
 
 import numpy as np
 
@@ -46,6 +48,8 @@ MOST = {
     "steps over rows": 1024,
     "steps over pages": 1024,
 }
+# How many tokens a contender decodes before it is another one's turn.
+TURN = 5
 # Where the part of the page begins that people write; it stays.
 SAID = "## What wins and what loses\n"
 
@@ -65,11 +69,15 @@ class Worker:
         )
         self.load = self._answer()["load"]
 
-    def run(self, case: dict, new: int) -> dict:
+    def begin(self, case: dict, new: int) -> dict:
+        """Runs the prompts of the case: the seconds to the first token; of beams, those of a step too."""
         draw = np.random.default_rng(0)
         prompts = draw.integers(100, case["vocab"], (case["batch"], case["context"])).tolist()
+        return self.ask(prompts=prompts, new=new, beams=case["beams"])
+
+    def ask(self, **request: Any) -> dict:
         assert self.process.stdin is not None
-        print(json.dumps({"prompts": prompts, "new": new, "beams": case["beams"]}), file=self.process.stdin, flush=True)
+        print(json.dumps(request), file=self.process.stdin, flush=True)
         return self._answer()
 
     def _answer(self) -> dict:
@@ -83,23 +91,36 @@ class Worker:
 def measure(
     names: list[str], root: Path, rounds: int, new: int, preload: Sequence[str], vocab: int, cases: list[dict]
 ) -> list[dict]:
-    """A row per case and contender: medians over the rounds, after one round that doesn't count."""
+    """A row per case and contender: medians of all steps of the rounds, after one round that doesn't count.
+
+    In a round each contender runs the prompts, then all decode a few tokens in turn, and again.
+    """
     workers = {name: Worker(name, root, preload) for name in names}
     rows = []
     for case in cases:
         here = [name for name in names if case["batch"] * case["context"] <= MOST.get(name, 2**20)]
-        answers: dict[str, list[dict]] = {name: [] for name in here}
-        for _ in range(rounds + 1):
-            for name in here:
-                answers[name].append(workers[name].run({**case, "vocab": vocab}, new))
-        for name, found in answers.items():
+        found = {name: {"first": [], "steps": [], "hosts": []} for name in here}
+        ends: dict[str, dict] = {}
+        for counts in [False] + [True] * rounds:
+            begun = {name: workers[name].begin({**case, "vocab": vocab}, new) for name in here}
+            able = [name for name in here if "none" not in begun[name]]
+            for name in able if counts else []:
+                found[name]["first"].append(begun[name]["first"])
+                found[name]["steps"] += begun[name].get("steps", [])
+            for left in range(new - 1, 0, -TURN) if case["beams"] == 1 else []:
+                for name in able:
+                    answer = workers[name].ask(more=min(TURN, left))
+                    if counts:  # a turn's first step wakes what slept in those of the others
+                        found[name]["steps"] += answer["steps"][1:]
+                        found[name]["hosts"] += answer["hosts"][1:]
+            ends = {name: workers[name].ask() for name in able}
+        for name in here:
             row = {**case, "contender": name, "load": workers[name].load}
-            if "none" not in found[0]:
-                counted = found[1:]
-                row |= {key: median(one[key] for one in counted) for key in ("first", "step")}
-                hosts = [one["host"] for one in counted if one["host"] is not None]
-                row |= {"host": median(hosts) if hosts else None}
-                row |= {key: found[-1][key] for key in ("peak", "shapes", "tokens")}
+            if name in ends:
+                one = found[name]
+                row |= {"first": median(one["first"]), "step": median(one["steps"])}
+                row |= {"host": median(one["hosts"]) if one["hosts"] else None}
+                row |= {key: ends[name][key] for key in ("peak", "shapes", "tokens")}
             rows.append(row)
             print(json.dumps({key: value for key, value in row.items() if key != "tokens"}), flush=True)
     return rows
@@ -202,7 +223,7 @@ def main() -> None:
     names = " and ".join(Path(library).name for library in args.preload)
     loaded = f", {names} preloaded in every contender" if names else ""
     head = f"Written by `scripts/bench.py`: a Llama of shape {args.shape}, random weights, {args.new} new tokens, "
-    head += f"medians of {args.rounds} interleaved rounds. {versions()}{loaded}. The floor, 'products', is the model's "
+    head += f"medians of {args.rounds} rounds in turns. {versions()}{loaded}. The floor, 'products', is the model's "
     head += "matrix products alone, those of attention among them."
     page = args.out / "benchmark.md"
     said = page.read_text().partition(SAID)[2] if page.exists() else "\n"

@@ -1,4 +1,4 @@
-"""The contenders: each loads one model of the benchmark and decodes greedily, with the time of every token."""
+"""The contenders: each loads one model of the benchmark and decodes greedily, token by token."""
 
 from __future__ import annotations
 
@@ -236,40 +236,3 @@ CONTENDERS = {
     "mlx-lm q4": Peer4Bit,
     "onnxruntime q4": Onnxruntime4Bit,
 }
-
-
-def timed(contender: object, prompts: Prompts, new: int, beams: int) -> dict:
-    """first: seconds to the first token. step: median seconds from token to token. host: those of a step outside of its
-    evaluation, None where the contender doesn't say. tokens: of the first prompt.
-
-    A beam search gives its tokens when it is done: its step is what each of the tokens beyond the second takes more.
-    """
-    if beams > 1:
-        short, whole = (_seconds(contender, prompts, count, beams) for count in (2, new))
-        return {"first": short, "step": (whole - short) / (new - 2), "host": None, "tokens": []}
-    start = last = time.perf_counter()
-    first, steps, hosts, found = 0.0, [], [], []
-    evaluated = getattr(contender, "evaluated", None)
-    for tokens in contender.tokens(prompts, new, beams):  # type: ignore[attr-defined]
-        now = time.perf_counter()
-        if not tokens:  # what a contender prepares before its first step isn't timed
-            start = last = now
-            continue
-        if found:
-            steps.append(now - last)
-            if evaluated is not None:
-                hosts.append(now - last - (contender.evaluated - evaluated))  # type: ignore[attr-defined]
-        else:
-            first = now - start
-        found.append(tokens[0])
-        evaluated = getattr(contender, "evaluated", None)
-        last = now
-    middle = float(np.median(steps)) if steps else 0.0
-    return {"first": first, "step": middle, "host": float(np.median(hosts)) if hosts else None, "tokens": found}
-
-
-def _seconds(contender: object, prompts: Prompts, new: int, beams: int) -> float:
-    start = time.perf_counter()
-    for _ in contender.tokens(prompts, new, beams):  # type: ignore[attr-defined]
-        pass
-    return time.perf_counter() - start

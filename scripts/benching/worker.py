@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))  # a checkout that isn't installed
-from contenders import CONTENDERS, timed
+from contenders import CONTENDERS
+from timing import Generation, searched
 
 
 def main() -> None:
@@ -20,10 +21,20 @@ def main() -> None:
     start = time.perf_counter()
     contender = CONTENDERS[name](root)
     print(json.dumps({"load": time.perf_counter() - start}), file=answers, flush=True)
+    generation = None
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            answer = timed(contender, request["prompts"], request["new"], request["beams"])
+            if "beams" in request and request["beams"] > 1:
+                answer = searched(contender, request["prompts"], request["new"], request["beams"])
+            elif "prompts" in request:
+                generation = Generation(contender, request["prompts"], request["new"])
+                answer = generation.first()
+            elif "more" in request:
+                answer = generation.more(request["more"])
+            else:
+                answer = generation.end() if generation is not None else {"tokens": []}
+                generation = None
         except NotImplementedError as reason:
             answer = {"none": str(reason)}
         unit = 1 if sys.platform == "darwin" else 1024
