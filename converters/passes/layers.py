@@ -53,6 +53,9 @@ def over_pools(graph: Graph, signature: Signature, layers: Sequence[Layer]) -> I
     if any(layer.keys.half == 1 for layer in layers):
         yield Declined(layers[0].root, "the cache has the values before the keys")
         return
+    if len({layer.keys.entry == layer.values.entry for layer in layers}) > 1:
+        yield Declined(layers[0].root, "some layers have one tensor for keys and values, and some have two")
+        return
     inputs = (Value(INDEX, "cache_index", None), Value(LANES, "cache_index", None))
     pools = _both(graph, signature, layers)
     seen: dict[tuple[Mask, ...], str] = {}
@@ -96,14 +99,17 @@ def _both(
     entries = [(layer.keys.entry, layer.values.entry) for layer in layers]
     if any(k == v or (k.heads, k.dim, k.dtype) != (v.heads, v.dim, v.dtype) for k, v in entries):
         return {}
-    taken = {value.name for value in (*graph.program.inputs, *graph.program.outputs)}
-    taken |= {name for node in graph.nodes for name in node.outputs}
-    numbers = range(len(layers))
-    free = {f"{side}.{i}" for side in ("past_key_values", "present") for i in numbers}.isdisjoint(taken)
+    program = graph.program
+    taken = {value.name for value in (*program.inputs, *program.outputs)} | program.constants.keys()
+    taken |= program.arrays.keys() | {name for node in graph.nodes for name in node.outputs}
     # By its number alone a state may be called, too; pasts and presents must stay pairs by their names.
-    dot = "." if free and not signature.states else ".both."
+    dot = ".both." if signature.states else "."
+    while not taken.isdisjoint(
+        f"{side}{dot}{i}" for side in ("past_key_values", "present") for i in range(len(layers))
+    ):
+        dot = f"{dot}both."
     pools = {}
-    for i, (keys, _) in zip(numbers, entries, strict=True):
+    for i, (keys, _) in enumerate(entries):
         shape = (2, "batch_size", keys.heads, "past_sequence_length", keys.dim)
         names = f"past_key_values{dot}{i}", f"present{dot}{i}"
         past, present = (Value(name, keys.dtype, shape) for name in names)

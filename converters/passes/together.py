@@ -89,5 +89,8 @@ def _rotated(graph: Graph, ends: Sequence[str], order: dict[int, int]) -> tuple[
     early, late = sorted((one for one in found if one is not None), key=lambda one: order[id(one)])
     if (early.inputs[1:], early.attrs) != (late.inputs[1:], late.attrs):
         return None
+    tables = [graph.observation and graph.observation.shapes(name) for name in late.inputs[1:]]
+    if any(shapes and shapes[0][1] != 1 for shapes in tables):  # a table for each head, and so for each value its own
+        return None
     readers = graph.consumers(early.outputs[0])
     return (early, late) if all(order.get(id(one), -1) > order[id(late)] for one in readers) else None

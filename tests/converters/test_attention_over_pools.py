@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from layers import DIM, HEADS, HIDDEN, VOCAB, Toy, onnxruntime_logits
-from onnx import ModelProto, TensorProto
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from converters import prove
 from converters.convert import convert
@@ -158,8 +158,10 @@ def grouped(added: str = "", sinks: bool = False, norms: str = "", packed: bool 
     return Toy(2).model(layer)
 
 
-def numbered(past: str) -> ModelProto:
-    """A cache of which each tensor has a number alone: keys and values of one layer, then those of the other."""
+def numbered(past: str, constant: str = "") -> ModelProto:
+    """A cache of which each tensor has a number alone: keys and values of one layer, then those of the other.
+    constant: of another name, a constant of the graph.
+    """
     model = multi_head("causal")
     order = [(layer, part) for layer in range(2) for part in ("key", "value")]
     names = {f"past_key_values.{a}.{b}": f"{past}.{i}" for i, (a, b) in enumerate(order)}
@@ -169,12 +171,19 @@ def numbered(past: str) -> ModelProto:
     for node in model.graph.node:
         for side in (node.input, node.output):
             side[:] = [names.get(name, name) for name in side]
+    if constant:
+        first = model.graph.node[0].output[0]
+        for node in model.graph.node[1:]:
+            node.input[:] = [f"{first}.half" if name == first else name for name in node.input]
+        model.graph.node.insert(1, helper.make_node("Mul", [first, constant], [f"{first}.half"]))
+        model.graph.initializer.append(numpy_helper.from_array(np.array(0.5, np.float32), constant))
     return model
 
 
 MODELS: dict[str, Callable[[], ModelProto]] = {
     "a numbered cache": lambda: numbered("past_key_values"),
     "a numbered cache, other pasts": lambda: numbered("past"),
+    "a numbered cache, and a constant": lambda: numbered("past_key_values", constant="present.both.1"),
     "MultiHeadAttention, its own mask": lambda: multi_head("causal"),
     "MultiHeadAttention, a bias as mask": lambda: multi_head("bias", scale=0.5),
     "MultiHeadAttention, a window": lambda: multi_head("window"),
