@@ -76,22 +76,27 @@ def over_pools(graph: Graph, signature: Signature, layers: Sequence[Layer]) -> I
             seen[form] = mask[-1].outputs[0]
         nodes += (node for node in layer.before if node.outputs[0] not in made)
         made |= {node.outputs[0]: node for node in layer.before}
-        past, present = pools.get(layer.keys.entry.past, ((), ()))
-        nodes += _attending(layer, seen[form], [value.name for value in (*past, *present)])
-        become = Become(layer.root, tuple(nodes), constants=layer.constants, inputs=(*inputs, *past), outputs=present)
-        entries = (layer.keys.entry, layer.values.entry) if past else ()
-        gone = frozenset(name for entry in entries for name in (entry.past, entry.present))
-        answers.append(replace(become, gone=gone))
+        pool = pools.get(layer.keys.entry.past, ())
+        nodes += _attending(layer, seen[form], [value.name for value in pool])
+        entries = (layer.keys.entry, layer.values.entry) if pool else ()
+        answers.append(
+            Become(
+                layer.root,
+                tuple(nodes),
+                constants=layer.constants,
+                inputs=(*inputs, *pool[:1]),
+                outputs=pool[1:],
+                gone=frozenset(name for entry in entries for name in (entry.past, entry.present)),
+            )
+        )
         # Nodes that gave what the layer now gives.
         others = {id(node): node for part in (layer.keys, layer.values) if (node := graph.producer(part.entry.present))}
         answers += [Become(node, ()) for node in others.values() if node is not layer.root]
     yield from _checked(graph, signature, answers, layers[0].root)
 
 
-def _both(
-    graph: Graph, signature: Signature, layers: Sequence[Layer]
-) -> dict[str, tuple[tuple[Value, ...], tuple[Value, ...]]]:
-    """The cache entry of each layer's keys → one pool for its keys and values, as input and as output of the program.
+def _both(graph: Graph, signature: Signature, layers: Sequence[Layer]) -> dict[str, tuple[Value, ...]]:
+    """The past of each layer's keys → one pool for its keys and values, as input and as output of the program.
 
     {} where they stay apart: where some differ in their sizes or type, or are one tensor already. One pool is written
     and read at once.
@@ -112,8 +117,7 @@ def _both(
     for i, (keys, _) in enumerate(entries):
         shape = (2, "batch_size", keys.heads, "past_sequence_length", keys.dim)
         names = f"past_key_values{dot}{i}", f"present{dot}{i}"
-        past, present = (Value(name, keys.dtype, shape) for name in names)
-        pools[keys.past] = (past,), (present,)
+        pools[keys.past] = tuple(Value(name, keys.dtype, shape) for name in names)
     return pools
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-Prompts = list[list[int]]
+from contenders import Prompts
 
 
 class Generation:
