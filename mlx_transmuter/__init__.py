@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_PLACES = {
+_LAZY_EXPORTS = {
     "Model": ("mlx_transmuter.model", "Model"),
     "convert": ("mlx_transmuter.hub", "convert"),
     "generation": ("mlx_transmuter.generation", None),
     "load": ("mlx_transmuter.hub", "load"),
     "text": ("mlx_transmuter.tasks.text", None),
 }
-__all__ = sorted(_PLACES)
+__all__ = sorted(_LAZY_EXPORTS)
 
 
 def __getattr__(name: str):
-    if name not in _PLACES:
+    if name not in _LAZY_EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _PLACES[name]
+    module, attribute = _LAZY_EXPORTS[name]
     found = import_module(module)
     return getattr(found, attribute) if attribute else found

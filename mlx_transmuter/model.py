@@ -9,16 +9,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_transmuter import weights
-from mlx_transmuter.module import Module
-from mlx_transmuter.plan import Plan
-from mlx_transmuter.program import Program, ProgramError
-from mlx_transmuter.signature import Mode, Signature
+from mlx_transmuter.program import Program, ProgramError, weights
+from mlx_transmuter.program.run_plan import RunPlan
+from mlx_transmuter.program.signature import CacheMode, DecoderSignature
+from mlx_transmuter.runtime.module import ProgramModule
 from mlx_transmuter.tokenizer import Tokenizer
 
-PROGRAM = "program.json"
-_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-_LENGTHS = (
+PROGRAM_FILE = "program.json"
+_TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_LEGACY_GENERATION_KEYS = (
     "max_length",
     "min_length",
     "forced_bos_token_id",
@@ -36,23 +35,23 @@ class Model:
     takes and gives token ids. folder: where it was loaded from.
     """
 
-    decoder: Module
+    decoder: ProgramModule
     config: dict[str, Any] = field(default_factory=dict)
     generation_config: dict[str, Any] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
-    encoder: Module | None = None
-    embed: Module | None = None
-    vision: Module | None = None
+    encoder: ProgramModule | None = None
+    embed: ProgramModule | None = None
+    vision: ProgramModule | None = None
     folder: Path | None = None
 
     @property
-    def cache_mode(self) -> Mode:
+    def cache_mode(self) -> CacheMode:
         """How the decoder's cache works: "in_place", "append" or "grow", as its conversion found by trial.
 
         "grow" is also what a decoder without a cache says, which reads its whole prefix at each step.
         """
         program = self.decoder.program
-        return Plan.of(program, Signature.of(program)).mode
+        return RunPlan.from_program(program, DecoderSignature.from_program(program)).cache_mode
 
 
 def load_folder(folder: Path) -> Model:
@@ -66,38 +65,38 @@ def load_folder(folder: Path) -> Model:
     mx.eval(decoder.weights())
     return Model(
         decoder=decoder,
-        config=read_json(folder / "config.json"),
-        generation_config=generation_config(folder),
+        config=read_json_object(folder / "config.json"),
+        generation_config=read_generation_config(folder),
         tokenizer=Tokenizer.from_folder(folder),
         folder=folder,
     )
 
 
-def load_module(folder: Path) -> Module:
+def load_module(folder: Path) -> ProgramModule:
     """The Module of a folder's program.json and safetensors, its weights read when they are used."""
-    if not (folder / PROGRAM).is_file():
-        raise ProgramError(str(folder), f"no {PROGRAM}", "a converted folder", "convert the model first")
-    program = Program.load(folder / PROGRAM)
-    return Module(program, weights.load(folder, program))
+    if not (folder / PROGRAM_FILE).is_file():
+        raise ProgramError(str(folder), f"no {PROGRAM_FILE}", "a converted folder", "convert the model first")
+    program = Program.load(folder / PROGRAM_FILE)
+    return ProgramModule(program, weights.load(folder, program))
 
 
-def generation_config(folder: Path) -> dict[str, Any]:
+def read_generation_config(folder: Path) -> dict[str, Any]:
     """The folder's generation settings, named as in generation_config.json.
 
     Without that file they are those of genai_config.json (its `search` and the ids in its `model`), or of config.json,
     which held them in the past; as transformers' GenerationConfig.from_model_config, this takes its ids and lengths.
     """
     if (folder / "generation_config.json").is_file():
-        return read_json(folder / "generation_config.json")
-    genai, config = read_json(folder / "genai_config.json"), read_json(folder / "config.json")
+        return read_json_object(folder / "generation_config.json")
+    genai, config = read_json_object(folder / "genai_config.json"), read_json_object(folder / "config.json")
     model, search = (genai.get(part) if isinstance(genai.get(part), dict) else {} for part in ("model", "search"))
-    found = {name: config[name] for name in (*_IDS, *_LENGTHS) if config.get(name) is not None}
-    found |= {name: model[name] for name in _IDS if model.get(name) is not None}  # type: ignore[index,union-attr]
+    found = {name: config[name] for name in (*_TOKEN_ID_KEYS, *_LEGACY_GENERATION_KEYS) if config.get(name) is not None}
+    found |= {name: model[name] for name in _TOKEN_ID_KEYS if model.get(name) is not None}  # type: ignore[index,union-attr]
     # past_present_share_buffer is how its runtime keeps the cache; max_length there is only the size of the cache.
     return found | {k: v for k, v in search.items() if k not in ("past_present_share_buffer", "max_length")}  # type: ignore[union-attr]
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """The object of a JSON file, {} where there is no such file. Raises ProgramError for anything else."""
     if not path.is_file():
         return {}

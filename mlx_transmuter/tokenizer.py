@@ -28,9 +28,9 @@ _ADDS_BOS = {"Llama": True, "CodeLlama": True, "Gemma": True, "Cohere": True, "G
 class TokenizerError(ValueError):
     """A tokenizer or chat template that cannot be used: `file`, what was `found`, what was `expected`, what to `do`."""
 
-    def __init__(self, found: str, *, file: object = None, expected: str | None = None, do: str | None = None):
-        self.file, self.found, self.expected, self.do = file, found, expected, do
-        message = f"{file}: {found}" if file else found
+    def __init__(self, found: str, *, where: object = None, expected: str | None = None, do: str | None = None):
+        self.where, self.found, self.expected, self.do = where, found, expected, do
+        message = f"{where}: {found}" if where else found
         message += f"; expected {expected}" if expected else ""
         super().__init__(message + (f". {do}" if do else ""))
 
@@ -56,7 +56,7 @@ class Tokenizer:
             name: text for name in SPECIAL_TOKENS if (text := _token_text(self.config.get(name))) is not None
         }
         self._templates = dict(templates or {})
-        self._compiled: dict[str, Any] = {}
+        self._compiled_templates: dict[str, Any] = {}
         backend.no_truncation()
         backend.no_padding()
         _add_tokens(backend, self.config, self.special_tokens)
@@ -77,29 +77,33 @@ class Tokenizer:
         file = folder / "tokenizer.json"
         if not file.is_file():
             return None
-        data = _read(file, MAX_TOKENIZER_BYTES)
+        data = _read_limited(file, MAX_TOKENIZER_BYTES)
         try:
             backend = tokenizers.Tokenizer.from_buffer(data)
         except BaseException as error:  # the library panics on some malformed files, outside Exception
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             raise TokenizerError(
-                _first_line(error), file=file, expected="a tokenizer of the tokenizers library"
+                first_line(error), where=file, expected="a tokenizer of the tokenizers library"
             ) from None
-        config = {**_read_object(folder / "special_tokens_map.json"), **_read_object(folder / "tokenizer_config.json")}
-        genai = _read_object(folder / "genai_config.json").get("model")
+        config = {
+            **_read_json_object(folder / "special_tokens_map.json"),
+            **_read_json_object(folder / "tokenizer_config.json"),
+        }
+        genai = _read_json_object(folder / "genai_config.json").get("model")
         eos = [
-            *_ids(
-                _read_object(folder / "generation_config.json").get("eos_token_id"), folder / "generation_config.json"
+            *_eos_ids(
+                _read_json_object(folder / "generation_config.json").get("eos_token_id"),
+                folder / "generation_config.json",
             ),
-            *_ids(genai.get("eos_token_id") if isinstance(genai, dict) else None, folder / "genai_config.json"),
+            *_eos_ids(genai.get("eos_token_id") if isinstance(genai, dict) else None, folder / "genai_config.json"),
         ]
         try:
             return cls(backend, config, templates=_read_templates(folder, config), eos_token_ids=eos)
         except TokenizerError:
             raise
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise TokenizerError(_first_line(error), file=folder / "tokenizer_config.json") from error
+            raise TokenizerError(first_line(error), where=folder / "tokenizer_config.json") from error
 
     @cached_property
     def vocab_size(self) -> int:
@@ -120,7 +124,7 @@ class Tokenizer:
         try:
             ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError):
-            raise TokenizerError(f"cannot encode {_short(text)}", expected="a str of valid Unicode") from None
+            raise TokenizerError(f"cannot encode {shorten(text)}", expected="a str of valid Unicode") from None
         bos = self.special_tokens.get("bos_token")
         if bos and add_special_tokens and text.startswith(bos) and ids[:2] == [self.token_id("bos_token")] * 2:
             del ids[0]
@@ -131,7 +135,7 @@ class Tokenizer:
         try:
             return self.backend.decode([int(id) for id in ids], skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError, ValueError):
-            raise TokenizerError(f"cannot decode {_short(ids)}", expected="token ids from 0 to 4294967295") from None
+            raise TokenizerError(f"cannot decode {shorten(ids)}", expected="token ids from 0 to 4294967295") from None
 
     def stream(self) -> DetokenizerStream:
         """A new stream of text for the tokens of one sequence, special tokens skipped."""
@@ -158,7 +162,7 @@ class Tokenizer:
         wrong = next((m for m in messages if not isinstance(m, Mapping) or "role" not in m), None)
         if isinstance(messages, Mapping) or wrong is not None:
             raise TokenizerError(
-                f"chat message {_short(wrong)}", expected='dicts such as {"role": "user", "content": "Hi"}'
+                f"chat message {shorten(wrong)}", expected='dicts such as {"role": "user", "content": "Hi"}'
             )
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         if name not in self._templates:
@@ -166,13 +170,13 @@ class Tokenizer:
             raise TokenizerError(f"the tokenizer has no chat template ({there})", do="Give the prompt as plain text.")
         variables: dict[str, Any] = {**self.special_tokens, "tools": tools, "documents": None, **template_vars}
         try:
-            if name not in self._compiled:
-                self._compiled[name] = _environment().from_string(self._templates[name])
-            return self._compiled[name].render(
+            if name not in self._compiled_templates:
+                self._compiled_templates[name] = _jinja_environment().from_string(self._templates[name])
+            return self._compiled_templates[name].render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **variables
             )
         except Exception as error:  # a template is a program: it may fail in any way
-            raise TokenizerError(f"the chat template failed: {_first_line(error)}") from error
+            raise TokenizerError(f"the chat template failed: {first_line(error)}") from error
 
 
 class DetokenizerStream:
@@ -185,51 +189,51 @@ class DetokenizerStream:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         added = tokenizer.backend.get_added_tokens_decoder()
-        self._special = {id for id, token in added.items() if token.special}
+        self._special_ids = {id for id, token in added.items() if token.special}
         decoder = tokenizer.backend.decoder
         self._byte_fallback = decoder is not None and b'"ByteFallback"' in decoder.__getstate__()
-        self._start()
+        self._reset()
 
-    def _start(self) -> None:
+    def _reset(self) -> None:
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []
-        self._held: list[int] = []
-        self._sent = 0
-        self._prefix_holds = True
+        self._pending_ids: list[int] = []
+        self._sent_length = 0
+        self._prefix_is_final = True
 
     def push(self, id: int) -> str:
         """The text that became final with this token; often "", when a character is not whole yet."""
         id = int(id)
-        if id in self._special:
+        if id in self._special_ids:
             return ""
         self._ids.append(id)
-        self._held.append(id)
-        if not self._prefix_holds or self._waits(id):
+        self._pending_ids.append(id)
+        if not self._prefix_is_final or self._may_continue(id):
             return ""
-        held, self._held = self._held, []
+        held, self._pending_ids = self._pending_ids, []
         try:
             text = self._decoder.step(self._tokenizer.backend, held) or ""
         except Exception:
             # This decoder changes earlier text as tokens come: nothing more is final before the end.
-            self._prefix_holds = False
+            self._prefix_is_final = False
             return ""
-        self._sent += len(text)
+        self._sent_length += len(text)
         return text
 
     def flush(self) -> str:
         """The text still held back, at the end of the sequence. The stream then stands at the start of a new one."""
-        rest = self._tokenizer.decode(self._ids)[self._sent :]
-        self._start()
+        rest = self._tokenizer.decode(self._ids)[self._sent_length :]
+        self._reset()
         return rest
 
-    def _waits(self, id: int) -> bool:
+    def _may_continue(self, id: int) -> bool:
         token = self._tokenizer.backend.id_to_token(id)
         if token is None:
             return True
         return self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
 
-def _environment():
+def _jinja_environment():
     """The Jinja environment of transformers' chat_template_utils: its sandbox, filters and `{% generation %}` block."""
     import jinja2
     from jinja2 import ext, nodes
@@ -294,7 +298,7 @@ def _set_post_processor(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
 def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Chat templates by name. Files win over the text inside tokenizer_config.json, as in transformers."""
     templates: dict[str, str] = {}
-    inside = _read_object(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    inside = _read_json_object(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(inside, str):
         templates["default"] = inside
     elif isinstance(inside, dict):
@@ -305,21 +309,21 @@ def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         except (TypeError, KeyError):
             raise TokenizerError(
                 "chat_template is a list of something else",
-                file=folder / "tokenizer_config.json",
+                where=folder / "tokenizer_config.json",
                 expected='a text, or a list of {"name": ..., "template": ...}',
             ) from None
     files = {"default": folder / "chat_template.jinja"}
     files.update({file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))})
     for name, file in files.items():
         if file.is_file():
-            templates[name] = _decode_utf8(_read(file, MAX_TEMPLATE_BYTES), file)
+            templates[name] = _decode_utf8(_read_limited(file, MAX_TEMPLATE_BYTES), file)
     return templates
 
 
-def _read(file: Path, limit: int) -> bytes:
+def _read_limited(file: Path, limit: int) -> bytes:
     size = file.stat().st_size
     if size > limit:
-        raise TokenizerError(f"{size:,} bytes", file=file, expected=f"at most {limit:,}")
+        raise TokenizerError(f"{size:,} bytes", where=file, expected=f"at most {limit:,}")
     return file.read_bytes()
 
 
@@ -327,27 +331,27 @@ def _decode_utf8(data: bytes, file: Path) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise TokenizerError(str(error), file=file, expected="UTF-8") from None
+        raise TokenizerError(str(error), where=file, expected="UTF-8") from None
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def _read_json_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file; {} where there is no file."""
     if not file.is_file():
         return {}
     try:
-        value = json.loads(_decode_utf8(_read(file, MAX_JSON_BYTES), file))
+        value = json.loads(_decode_utf8(_read_limited(file, MAX_JSON_BYTES), file))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise TokenizerError(_first_line(error), file=file, expected="JSON") from None
+        raise TokenizerError(first_line(error), where=file, expected="JSON") from None
     if not isinstance(value, dict):
-        raise TokenizerError(f"JSON {type(value).__name__}", file=file, expected="an object")
+        raise TokenizerError(f"JSON {type(value).__name__}", where=file, expected="an object")
     return value
 
 
-def _ids(value: Any, file: Path) -> list[int]:
+def _eos_ids(value: Any, file: Path) -> list[int]:
     """eos_token_id of a configuration as a list: None, one id or several."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
-        raise TokenizerError(f"eos_token_id {_short(value)}", file=file, expected="a token id or a list of them")
+        raise TokenizerError(f"eos_token_id {shorten(value)}", where=file, expected="a token id or a list of them")
     return ids
 
 
@@ -357,10 +361,10 @@ def _token_text(entry: Any) -> str | None:
     return text if isinstance(text, str) and text else None
 
 
-def _short(value: object) -> str:
+def shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

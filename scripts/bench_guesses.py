@@ -31,7 +31,7 @@ def told_twice(model: mt.Model) -> list[dict[str, str]]:
 def timed(task: Any, prompt: Any) -> tuple[float, list[int | None], Any]:
     """Seconds per new token after the first, the tokens, and what the guesses brought."""
     *_, last = pieces = list(task.stream(prompt, seed=0))
-    return 1 / last.generation_tps, [piece.token for piece in pieces], last.guesses
+    return 1 / last.generation_tps, [piece.token for piece in pieces], last.draft_counts
 
 
 def main() -> None:

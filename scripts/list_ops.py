@@ -30,11 +30,13 @@ def domain(name: str) -> str:
 
 def row(operator: Operator) -> str:
     """The operator's line of the table."""
-    known = [operator.inputs[i] for i in sorted(operator.host)]
-    hosted = "on the host" in operator.doc or (operator.inputs and len(operator.host) == len(operator.inputs))
-    text = operator.doc.split("\n\n")[0]
+    known = [operator.input_names[i] for i in sorted(operator.host_inputs)]
+    hosted = "on the host" in operator.docstring or (
+        operator.input_names and len(operator.host_inputs) == len(operator.input_names)
+    )
+    text = operator.docstring.split("\n\n")[0]
     # A docstring ends with the versions of ONNX's schema that the form serves.
-    versions = re.search(r"\bONNX \w+-([\d, to]+)\.", " ".join(operator.doc.split()))
+    versions = re.search(r"\bONNX \w+-([\d, to]+)\.", " ".join(operator.docstring.split()))
     text = " ".join(re.sub(r"\s*ONNX \w+-[\d, to]+\.", "", text).split()).replace("|", "&#124;")
     place, opsets = "host" if hosted else "device", versions[1] if versions else ""
     return f"| {operator.name} | {opsets} | {place} | {', '.join(known)} | {text} |"

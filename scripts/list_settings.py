@@ -23,7 +23,7 @@ def table() -> str:
     """The page's text."""
     rows = []
     for name, setting in SETTINGS.items():
-        checked = ("goldens, tests" if setting.golden else "tests") if setting.status == "supported" else ""
+        checked = ("goldens, tests" if setting.has_goldens else "tests") if setting.status == "supported" else ""
         rows.append(f"| `{name}` | {setting.status} | {setting.note} | {checked} |")
     return HEAD + "\n".join(rows) + "\n"
 

@@ -16,17 +16,17 @@ import mlx.core as mx
 import numpy as np
 
 sys.path.insert(0, str(ROOT := Path(__file__).parent.parent))
-from converters.convert import convert
 from mlx_transmuter import ops, text
-from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.model import load_folder
+from mlx_transmuter.runtime.decoder import Decoder
 
 FIXTURES, DEMO, PAGE = ROOT / "tests" / "fixtures", ROOT / "mlx_transmuter" / "demo", ROOT / "docs" / "caches.md"
 
 
 def logits(decoder: Decoder, tokens: list[int]) -> np.ndarray:
     """The logits [tokens, vocab] after each token."""
-    run, found = decoder.begin([len(tokens)]), []
+    run, found = decoder.begin_session([len(tokens)]), []
     for token in tokens:
         step = run.step(np.array([[token]], np.int32), [1])
         run.evaluate(step)
@@ -46,16 +46,16 @@ def measured(source: Path) -> str | None:
     else:
         texts = [row["prompt"] + row["tokens"] for row in json.loads((source / "golden.json").read_bytes())["rows"]]
     plain = Decoder(model.decoder, 1)
-    if not plain.signature.entries:
+    if not plain.signature.cache_pairs:
         return None
     wanted = [logits(plain, tokens) for tokens in texts]
-    cells = [source.name, str(plain.signature.entries[0].dim), str(sum(map(len, texts)))]
+    cells = [source.name, str(plain.signature.cache_pairs[0].head_dim), str(sum(map(len, texts)))]
     for bits in (8, 4):
         packed = Decoder(model.decoder, 1, kv_bits=bits)
         found = [logits(packed, tokens) for tokens in texts]
         same = np.concatenate([a.argmax(-1) == b.argmax(-1) for a, b in zip(found, wanted, strict=True)])
         off = max((np.abs(a - b).max(-1) / np.ptp(b, -1)).max() for a, b in zip(found, wanted, strict=True))
-        size = packed.kinds[0].width * 4 / (plain.kinds[0].width * plain.kinds[0].dtype.size)
+        size = packed.pool_specs[0].width * 4 / (plain.pool_specs[0].width * plain.pool_specs[0].dtype.size)
         cells += [f"{size:.2f}", f"{same.mean():.1%}", f"{off:.1%}"]
     return f"| {' | '.join(cells)} |"
 

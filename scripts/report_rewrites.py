@@ -9,10 +9,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from converters.convert import convert
+from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.model import load_folder
-from mlx_transmuter.plan import Plan
-from mlx_transmuter.signature import Signature
+from mlx_transmuter.program.run_plan import RunPlan
+from mlx_transmuter.program.signature import DecoderSignature
 
 ROOT = Path(__file__).parent.parent
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -33,9 +33,13 @@ def main() -> None:
         for source in sorted(path.parent for path in FIXTURES.glob("*/model.onnx")):
             folder = convert(source, "model.onnx", Path(temporary) / source.name, progress=False)
             program = load_folder(folder).decoder.program
-            meta = program.meta
+            meta = program.metadata
             names = [record["name"] for record in meta["rewrites"]]
-            plan, tried, nodes = Plan.of(program, Signature.of(program)).name, meta["proof"]["tried"], meta["nodes"]
+            plan, tried, nodes = (
+                RunPlan.from_program(program, DecoderSignature.from_program(program)).label,
+                meta["proof"]["tried"],
+                meta["nodes"],
+            )
             pools = f"{tried['pools']:.0e}" if "pools" in tried else "—"
             counts = " | ".join(str(record["held"] or "") for record in meta["rewrites"])
             row = (source.name, f"{nodes['read']} → {nodes['kept']}", plan, f"{tried[plan]:.0e}", pools, counts)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from converters.convert import convert
 from mlx_transmuter import cli, hub
+from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.model import Model, load_folder
 from mlx_transmuter.tasks import text
 

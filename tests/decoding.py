@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from conftest import FIXTURES, golden
 
-from converters import trials
-from converters.convert import convert
-from mlx_transmuter.decoder import Decoder
-from mlx_transmuter.generation.rows import prompt_parts
+from mlx_transmuter.converters.pipeline import convert
+from mlx_transmuter.converters.proof import trials
+from mlx_transmuter.generation.row import prefill_chunks
 from mlx_transmuter.model import load_folder
-from mlx_transmuter.module import Module
+from mlx_transmuter.runtime.decoder import Decoder
+from mlx_transmuter.runtime.module import ProgramModule
 
 
 @functools.cache
-def plain(name: str) -> Module:
+def plain(name: str) -> ProgramModule:
     """The fixture's module with past and present as the graph has them, not over pools."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
-        patch.setattr(trials, "OVER_POOLS", ())
+        patch.setattr(trials, "POOL_REWRITES", ())
         module = load_folder(convert(FIXTURES / name, "model.onnx", Path(place) / name, progress=False)).decoder
         mx.eval(module.parameters())
     assert not any(value.name == "index" for value in module.program.inputs)
@@ -37,7 +37,7 @@ def rows_of(name: str) -> list[dict]:
 def prefill(run, prompts: list[list[int]]) -> np.ndarray:
     """The logits [rows, vocab] after each prompt."""
     last, start = None, 0
-    for part in prompt_parts(max(map(len, prompts)), how=run.decoder.prompts):
+    for part in prefill_chunks(max(map(len, prompts)), prompt_mode=run.decoder.prompt_mode):
         pieces = [prompt[start : start + part] for prompt in prompts]
         counts = [len(piece) for piece in pieces]
         logits = run.step(np.array([piece + [0] * (part - len(piece)) for piece in pieces], np.int32), counts)
@@ -71,13 +71,13 @@ def greedy(run, prompts: list[list[int]], new: list[int]) -> list[list[int]]:
 def decoded(decoder: Decoder, rows: list[dict], **pages) -> list[list[int]]:
     """The tokens after the rows' prompts, as many as their goldens have, group by group."""
     texts: list[list[int]] = [[] for _ in rows]
-    for group in decoder.groups([len(row["prompt"]) for row in rows]):
+    for group in decoder.group_rows([len(row["prompt"]) for row in rows]):
         prompts = [row["prompt"] if i in group else [] for i, row in enumerate(rows)]
         new = [len(row["tokens"]) if i in group else 0 for i, row in enumerate(rows)]
-        run = decoder.begin([len(prompt) + count for prompt, count in zip(prompts, new, strict=True)], **pages)
+        run = decoder.begin_session([len(prompt) + count for prompt, count in zip(prompts, new, strict=True)], **pages)
         for i, text in enumerate(greedy(run, prompts, new)):
             texts[i] += text
-        assert run.copies == 0
+        assert run.copied_slots == 0
         run.close()
     return texts
 

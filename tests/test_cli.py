@@ -47,9 +47,9 @@ def test_the_prompt_comes_from_a_flag_a_file_or_stdin(run, folder, tmp_path, mon
 
 
 def test_flags_are_the_settings_they_name(folder):
-    model, parse = hub.load(folder), cli._parser().parse_args
+    model, parse = hub.load(folder), cli._build_parser().parse_args
     sampling = ["--temp", "0.7", "--top-p", "0.9", "--top-k", "40", "--min-p", "0.1"]
-    given = cli_model.settings(model, parse(["chat", "-m", "9", *sampling, "--extra-eos-token", "<s>", "7"]))
+    given = cli_model.generation_settings(model, parse(["chat", "-m", "9", *sampling, "--extra-eos-token", "<s>", "7"]))
     assert given.pop("eos_token_id") == [*text.eos_token_ids(model), 1, 7]
     assert given == {
         "max_new_tokens": 9,
@@ -59,9 +59,11 @@ def test_flags_are_the_settings_they_name(folder):
         "top_k": 40,
         "min_p": 0.1,
     }
-    assert cli_model.settings(model, parse(["generate", "--temperature", "0"])) == {"do_sample": False}
-    assert cli_model.settings(model, parse(["generate"])) == {}
-    guessing = cli_model.settings(model, parse(["generate", "--num-draft-tokens", "5", "--prompt-lookup", "6"]))
+    assert cli_model.generation_settings(model, parse(["generate", "--temperature", "0"])) == {"do_sample": False}
+    assert cli_model.generation_settings(model, parse(["generate"])) == {}
+    guessing = cli_model.generation_settings(
+        model, parse(["generate", "--num-draft-tokens", "5", "--prompt-lookup", "6"])
+    )
     assert guessing == {"num_assistant_tokens": 5, "prompt_lookup_num_tokens": 6}
 
 
@@ -104,7 +106,7 @@ def test_what_has_no_effect_is_said(run, folder):
 
 
 def test_without_a_model_the_demo_answers_its_prompt(run, monkeypatch):
-    monkeypatch.setattr(cli_model, "DEMO", FIXTURES / "llama")
+    monkeypatch.setattr(cli_model, "DEMO_FOLDER", FIXTURES / "llama")
     code, out, err = run("generate", "-m", 2)
     assert code == 0
     assert "the demo model" in err
@@ -192,7 +194,7 @@ def test_errors_of_all_kinds_are_one_line(run, monkeypatch):
         (PermissionError(13, "Permission denied", "/x/y"), "/x/y: Permission denied", 1),
         (KeyError("surprise"), "KeyError: 'surprise' (MLX_TRANSMUTER_DEBUG=1 shows where)", 1),
         (RuntimeError("two\nlines"), "RuntimeError: two lines", 1),
-        (hub.HubError("a", "two\nlines"), "mlx-transmuter: a: two lines\n", 1),
+        (hub.SourceError("a", "two\nlines"), "mlx-transmuter: a: two lines\n", 1),
     ]:
 
         def convert(*args, error=error, **options):
@@ -264,12 +266,12 @@ def test_convert_writes_a_folder_that_generates(run, tmp_path):
 
 
 def test_ctrl_c_in_a_conversion_leaves_nothing(run, tmp_path, monkeypatch, cache):
-    from converters import convert
+    from mlx_transmuter.converters import pipeline
 
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(convert.weights, "save", interrupted)
+    monkeypatch.setattr(pipeline.weights, "save", interrupted)
     assert run("convert", "--model", LLAMA, "-o", tmp_path / "out")[0] == 130
     assert run("generate", "--model", LLAMA, "-p", "x")[0] == 130
     assert os.listdir(tmp_path) == ["cache"]

@@ -7,7 +7,7 @@ import re
 import pytest
 from conftest import answer
 
-from mlx_transmuter.decoder import Run
+from mlx_transmuter.runtime.decoder import CacheSession
 from mlx_transmuter.tasks import text
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("cache")
 def computed(monkeypatch):
     """How many tokens the steps had."""
     counts = []
-    step = Run.step
-    monkeypatch.setattr(Run, "step", lambda run, *args: counts.append(sum(args[1])) or step(run, *args))
+    step = CacheSession.step
+    monkeypatch.setattr(CacheSession, "step", lambda run, *args: counts.append(sum(args[1])) or step(run, *args))
     return counts
 
 

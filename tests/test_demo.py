@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import mlx_transmuter
-from converters.convert import convert
 from mlx_transmuter import text
+from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.model import load_folder
 
 DEMO = Path(mlx_transmuter.__file__).parent / "demo"

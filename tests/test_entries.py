@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_transmuter.entries import Entry, SignatureError, State, carried, is_carried
 from mlx_transmuter.program import Value
+from mlx_transmuter.program.cache_pairs import CachePair, SignatureError, StatePair, find_pairs, is_cache_or_state_name
 
 PAST = ("batch_size", 2, "past_sequence_length", 8)
 CONV, MEMORY = ("batch_size", 12, 3), ("batch_size", 2, 4, 4)
@@ -43,11 +43,11 @@ SPELLINGS = {
 def test_pairs_are_found_by_their_names(spelling, turned):
     past, present = SPELLINGS[spelling]
     outputs = [value(present.format(i=i)) for i in range(12)]
-    found = carried([value(past.format(i=i)) for i in range(12)], outputs[::-1] if turned else outputs)
+    found = find_pairs([value(past.format(i=i)) for i in range(12)], outputs[::-1] if turned else outputs)
     assert [(entry.past, entry.present) for entry in found] == [
         (past.format(i=i), present.format(i=i)) for i in range(12)
     ]
-    assert all(isinstance(entry, Entry) for entry in found)
+    assert all(isinstance(entry, CachePair) for entry in found)
 
 
 STATES = {
@@ -66,26 +66,26 @@ def test_states_are_told_from_a_cache(spelling):
     past, present, shape = STATES[spelling]
     inputs = [value(past.format(i=0), shape), value("past_key_values.1.key"), value(past.format(i=2), shape)]
     outputs = [value(present.format(i=0), shape), value("present.1.key"), value(present.format(i=2), shape)]
-    first, entry, last = carried(inputs, outputs)
-    assert isinstance(first, State)
-    assert isinstance(entry, Entry)
-    assert isinstance(last, State)
+    first, entry, last = find_pairs(inputs, outputs)
+    assert isinstance(first, StatePair)
+    assert isinstance(entry, CachePair)
+    assert isinstance(last, StatePair)
     assert (first.present, entry.present, last.present) == tuple(one.name for one in outputs)
-    assert first.sizes(5) == (5, *shape[1:])
+    assert first.shape_for(5) == (5, *shape[1:])
 
 
 def test_names_that_say_nothing_are_paired_by_order_and_shape():
     inputs = [value("onnx::Concat_3"), value("onnx::Concat_4", CONV), value("onnx::Concat_5")]
     outputs = [value("1203"), value("1204", CONV), value("1205")]
-    found = carried(inputs, outputs)
+    found = find_pairs(inputs, outputs)
     assert [one.present for one in found] == ["1203", "1204", "1205"]
-    assert [type(one) for one in found] == [Entry, State, Entry]
-    assert carried(inputs, outputs[:2]) == ()  # one too few: nothing says that they are carried
-    assert carried(inputs, [outputs[0], outputs[2], outputs[1]]) == ()  # and of other shapes neither
+    assert [type(one) for one in found] == [CachePair, StatePair, CachePair]
+    assert find_pairs(inputs, outputs[:2]) == ()  # one too few: nothing says that they are carried
+    assert find_pairs(inputs, [outputs[0], outputs[2], outputs[1]]) == ()  # and of other shapes neither
 
 
 def test_pasts_with_presents_of_opaque_names_are_paired_by_order():
-    found = carried([value("past_key_values.0.key"), value("past_key_values.0.value")], [value("812"), value("815")])
+    found = find_pairs([value("past_key_values.0.key"), value("past_key_values.0.value")], [value("812"), value("815")])
     assert [one.present for one in found] == ["812", "815"]
 
 
@@ -98,7 +98,7 @@ def test_what_is_not_carried_is_left_out():
         value("token_type_ids", ("batch_size", "sequence_length"), "int64"),
     ]
     outputs = [value("hidden_states.0", ("batch_size", "sequence_length", 8)), value("present.0.key")]
-    assert [one.past for one in carried(inputs, outputs)] == ["past_key_values.0.key"]
+    assert [one.past for one in find_pairs(inputs, outputs)] == ["past_key_values.0.key"]
 
 
 REFUSED = {
@@ -117,7 +117,7 @@ REFUSED = {
 def test_what_cannot_be_carried_is_refused_by_name(what):
     inputs, outputs, match = REFUSED[what]
     with pytest.raises(SignatureError, match=match) as error:
-        carried(inputs, outputs)
+        find_pairs(inputs, outputs)
     assert inputs[0].name in error.value.found
     assert error.value.do
 
@@ -125,11 +125,13 @@ def test_what_cannot_be_carried_is_refused_by_name(what):
 def test_an_error_lists_both_sides():
     inputs = [value("past_0"), value("past_1")]
     with pytest.raises(SignatureError) as error:
-        carried(inputs, [value("present_0"), value("something_5", ("batch", 3, "len", 8)), value("other")])
+        find_pairs(inputs, [value("present_0"), value("something_5", ("batch", 3, "len", 8)), value("other")])
     assert "past_1" in error.value.found
     assert "something_5, other" in error.value.found
 
 
 def test_names_of_parts_of_a_cache():
-    assert all(map(is_carried, ("past_0", "present.0.key", "k_cache_1", "conv_state_out_3", "past_conv.0")))
-    assert not any(map(is_carried, ("logits", "last_hidden_state", "hidden_states.0", "attentions.0", "input_ids")))
+    assert all(map(is_cache_or_state_name, ("past_0", "present.0.key", "k_cache_1", "conv_state_out_3", "past_conv.0")))
+    assert not any(
+        map(is_cache_or_state_name, ("logits", "last_hidden_state", "hidden_states.0", "attentions.0", "input_ids"))
+    )

@@ -8,8 +8,8 @@ import pytest
 from conftest import NAMES, golden
 
 from mlx_transmuter import generation, ops
-from mlx_transmuter.decoder import Decoder
-from mlx_transmuter.generation.rows import prompt_parts
+from mlx_transmuter.generation.row import prefill_chunks
+from mlx_transmuter.runtime.decoder import Decoder
 
 # How far logits may be from onnxruntime's on the same file, relative to their spread: float32 sums in another order;
 # 4-bit products accumulate in another order over dequantised blocks; half types round each sum.
@@ -26,9 +26,9 @@ def test_logits_are_those_of_onnxruntime(name, loaded):
     model = loaded(name)
     decoder = Decoder(model.decoder, 1)
     for row in golden(name)["rows"]:
-        run = decoder.begin([len(row["prompt"])])
+        run = decoder.begin_session([len(row["prompt"])])
         logits, start = None, 0
-        for part in prompt_parts(len(row["prompt"]), how=decoder.prompts):
+        for part in prefill_chunks(len(row["prompt"]), prompt_mode=decoder.prompt_mode):
             logits = run.step(np.array([row["prompt"][start : start + part]], np.int32), [part])
             run.evaluate(logits)
             start += part

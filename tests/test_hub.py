@@ -8,7 +8,7 @@ import pytest
 from standin_hub import standin_hub
 
 from mlx_transmuter import hub
-from mlx_transmuter.hub import HubError, Source
+from mlx_transmuter.hub import Source, SourceError
 
 
 def external(path: str) -> bytes:
@@ -34,14 +34,14 @@ def conversions(monkeypatch):
     """A converter that writes what it was given: (the files of the folder, the file)."""
     seen = []
 
-    def convert(folder, file, out, *, progress=True, base_model=None, changes=None):
+    def convert(folder, file, out, *, progress=True, base_model=None, precision=None):
         seen.append((folder, file))
         out.mkdir()
-        data = [file, (folder / file).read_bytes().decode("latin-1"), changes and changes.dtype]
+        data = [file, (folder / file).read_bytes().decode("latin-1"), precision and precision.dtype]
         (out / "program.json").write_text(json.dumps(data))
         return out
 
-    monkeypatch.setattr(hub, "_converter", lambda: convert)
+    monkeypatch.setattr(hub, "_import_converter", lambda: convert)
     monkeypatch.setattr("mlx_transmuter.model.load_folder", lambda folder: Path(folder))
     return seen
 
@@ -70,7 +70,7 @@ def folder(path: Path, files) -> Path:
 
 
 def choose(names, file=None, dtype=None):
-    return hub._choose(Source("it", tuple(names), None), file, dtype)
+    return hub.choose_decoder_file(Source("it", tuple(names), None), file, dtype)
 
 
 VARIANTS = [
@@ -139,7 +139,7 @@ def test_the_choice_is_said_in_one_line(capsys):
     ],
 )
 def test_a_choice_that_cannot_be_made_is_one_clear_line(names, wish, message):
-    with pytest.raises(HubError, match=message) as error:
+    with pytest.raises(SourceError, match=message) as error:
         choose(names, **wish)
     assert "\n" not in str(error.value)
 
@@ -164,7 +164,7 @@ def test_a_local_file_and_a_file_deeper_in_a_folder(tmp_path, conversions):
 def test_a_link_out_of_the_folder_is_refused(tmp_path, conversions):
     folder(tmp_path, {"secret.onnx": b"x", "in/config.json": b"{}"})
     (tmp_path / "in/model.onnx").symlink_to(tmp_path / "secret.onnx")
-    with pytest.raises(HubError, match="expected a file inside its folder"):
+    with pytest.raises(SourceError, match="expected a file inside its folder"):
         hub.convert(tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert conversions == []
@@ -177,7 +177,7 @@ def test_the_links_of_a_hub_snapshot_are_allowed_and_no_others(tmp_path, convers
     hub.convert(tmp_path / "repo/snapshots/c", tmp_path / "out")
     link.unlink()
     link.symlink_to("../../../refs/main")
-    with pytest.raises(HubError, match="a file inside its folder"):
+    with pytest.raises(SourceError, match="a file inside its folder"):
         hub.convert(tmp_path / "repo/snapshots/c", tmp_path / "out")
 
 
@@ -196,7 +196,7 @@ def test_the_links_of_a_hub_snapshot_are_allowed_and_no_others(tmp_path, convers
 def test_a_source_that_is_none_is_one_clear_line(tmp_path, monkeypatch, source, options, message):
     folder(tmp_path, {"here/config.json": b"{}"})
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(HubError, match=message) as error:
+    with pytest.raises(SourceError, match=message) as error:
         hub.load(source, **options)
     assert "\n" not in str(error.value)
 
@@ -207,7 +207,7 @@ def test_a_source_that_is_none_is_one_clear_line(tmp_path, monkeypatch, source, 
 def test_convert_refuses_a_folder_with_something_else(tmp_path, conversions):
     source = folder(tmp_path / "in", {"model.onnx": b"x"})
     for out in [folder(tmp_path / "full", {"diary.txt": b"dear"}), folder(tmp_path, {"file": b""}) / "file", source]:
-        with pytest.raises(HubError, match="exists and holds something else"):
+        with pytest.raises(SourceError, match="exists and holds something else"):
             hub.convert(source, out)
     assert (tmp_path / "full/diary.txt").read_bytes() == b"dear"
     assert conversions == []
@@ -215,9 +215,9 @@ def test_convert_refuses_a_folder_with_something_else(tmp_path, conversions):
 
 def test_what_is_converted_is_not_converted_again(tmp_path, conversions):
     done = folder(tmp_path / "done", {"program.json": b"{}", "model.safetensors": b""})
-    with pytest.raises(HubError, match="already converted"):
+    with pytest.raises(SourceError, match="already converted"):
         hub.convert(done, tmp_path / "out")
-    with pytest.raises(HubError, match="already converted"):
+    with pytest.raises(SourceError, match="already converted"):
         hub.load(done, dtype="q4")
     assert hub.load(done) == done
     assert conversions == []
@@ -257,20 +257,20 @@ def test_a_float_type_is_no_choice_of_a_file_and_has_a_conversion_of_its_own(tmp
     assert len(conversions) == 4
     hub.convert(source, tmp_path / "out", file="model_fp16.onnx", dtype="float32")
     assert json.loads((tmp_path / "out" / "program.json").read_text())[::2] == ["model_fp16.onnx", "float32"]
-    with pytest.raises(HubError, match=r"dtype 'floaty16'.*Did you mean float16"):
+    with pytest.raises(SourceError, match=r"dtype 'floaty16'.*Did you mean float16"):
         hub.load(source, dtype="floaty16")
 
 
 def test_two_processes_at_once_leave_one_whole_folder(tmp_path, cache, conversions, monkeypatch):
     source = folder(tmp_path / "in", {"model.onnx": b"x"})
-    converter = hub._converter()
+    converter = hub._import_converter()
 
     def overtaken(origin, file, out, **options):
-        monkeypatch.setattr(hub, "_converter", lambda: converter)
+        monkeypatch.setattr(hub, "_import_converter", lambda: converter)
         hub.load(source)  # the other process, done while this one still works
         return converter(origin, file, out, **options)
 
-    monkeypatch.setattr(hub, "_converter", lambda: overtaken)
+    monkeypatch.setattr(hub, "_import_converter", lambda: overtaken)
     loaded = hub.load(source)
     assert len(conversions) == 2
     assert os.listdir(cache / "converted") == [loaded.name]
@@ -308,7 +308,7 @@ def test_what_is_here_needs_no_hub(tmp_path, remote, conversions):
     assert hub.load("user/name") == first
     assert hub.load("user/name", revision=remote.repositories["user/name"].commit) == first
     hub.convert("user/name", tmp_path / "out")  # the snapshot is still there as well
-    with pytest.raises(HubError, match="the hub at http"):
+    with pytest.raises(SourceError, match="the hub at http"):
         hub.load("user/name", dtype="q4")
 
 
@@ -319,7 +319,7 @@ def test_another_dtype_of_a_known_commit_comes_from_that_commit(tmp_path, remote
     hub.load("user/name", dtype="q4")
     assert [file for _, file in conversions] == ["onnx/model.onnx", "onnx/model_q4.onnx"]
     repository.files["onnx/model_q4.onnx"] = b"newer"
-    with pytest.raises(HubError, match="no revision"):  # the stand-in forgets old commits
+    with pytest.raises(SourceError, match="no revision"):  # the stand-in forgets old commits
         hub.load("user/name", revision="0" * 40)
     assert hub.load("user/name", dtype="q4").is_dir()
     assert len(conversions) == 2
@@ -339,7 +339,7 @@ def test_names_that_leave_the_folder_are_not_fetched(tmp_path, remote, conversio
     remote.add("user/name", folder(tmp_path / "repo", {"onnx/model.onnx": b"x"}), listed=escaping)
     hub.load("user/name")
     assert remote.downloaded() == {"onnx/model.onnx"}
-    with pytest.raises(HubError, match="no file"):
+    with pytest.raises(SourceError, match="no file"):
         hub.load("user/name", file="onnx/../../x.onnx")
 
 
@@ -362,7 +362,7 @@ def test_a_repository_that_gives_no_model_is_one_clear_line(tmp_path, remote, mo
         "down": "the hub at http://127.0.0.1.*if a folder was meant, there is none of that name",
         "no_onnx": "no ONNX file among pytorch_model.bin",
     }
-    with pytest.raises(HubError, match=messages[case]) as error:
+    with pytest.raises(SourceError, match=messages[case]) as error:
         hub.load(source, revision="v9" if case == "revision" else None)
     assert "\n" not in str(error.value)
     assert conversions == []

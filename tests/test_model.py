@@ -8,7 +8,7 @@ import shutil
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_transmuter.model import generation_config, load_folder, read_json
+from mlx_transmuter.model import load_folder, read_generation_config, read_json_object
 from mlx_transmuter.program import ProgramError
 
 
@@ -83,19 +83,24 @@ def test_settings_are_those_of_the_first_file_that_has_them(tmp_path):
     def write(name, value):
         (tmp_path / name).write_text(json.dumps(value))
 
-    assert generation_config(tmp_path) == {}
+    assert read_generation_config(tmp_path) == {}
     # Old configurations held some settings; of these from_model_config takes ids and lengths, and nothing of the
     # model's own.
     write("config.json", {"eos_token_id": 2, "pad_token_id": None, "max_length": 30, "vocab_size": 9, "hidden_size": 4})
-    assert generation_config(tmp_path) == {"eos_token_id": 2, "max_length": 30}
+    assert read_generation_config(tmp_path) == {"eos_token_id": 2, "max_length": 30}
     search = {"top_k": 50, "do_sample": True, "max_length": 4096, "past_present_share_buffer": True}
     write("genai_config.json", {"model": {"eos_token_id": [3, 4], "vocab_size": 9}, "search": search})
-    assert generation_config(tmp_path) == {"eos_token_id": [3, 4], "max_length": 30, "top_k": 50, "do_sample": True}
+    assert read_generation_config(tmp_path) == {
+        "eos_token_id": [3, 4],
+        "max_length": 30,
+        "top_k": 50,
+        "do_sample": True,
+    }
     write("genai_config.json", {"model": [], "search": None})
-    assert generation_config(tmp_path) == {"eos_token_id": 2, "max_length": 30}
+    assert read_generation_config(tmp_path) == {"eos_token_id": 2, "max_length": 30}
     write("generation_config.json", {"temperature": 0.5})
-    assert generation_config(tmp_path) == {"temperature": 0.5}
+    assert read_generation_config(tmp_path) == {"temperature": 0.5}
 
 
 def test_a_missing_file_is_an_empty_object(tmp_path):
-    assert read_json(tmp_path / "nothing.json") == {}
+    assert read_json_object(tmp_path / "nothing.json") == {}

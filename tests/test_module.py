@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_transmuter import module as module_file
-from mlx_transmuter.module import Module, evaluate, values_of
 from mlx_transmuter.ops import OperatorError
-from mlx_transmuter.program import Node, Program, ProgramError, Value, Weight
+from mlx_transmuter.program import Node, Program, ProgramError, Value, WeightInfo
+from mlx_transmuter.runtime import module as module_file
+from mlx_transmuter.runtime.module import ProgramModule, evaluate_node, trace_values
 
 X = Value("x", "float32", ("rows", 6))
 
@@ -32,8 +32,8 @@ def primitives(function, *arrays) -> list[str]:
     return found
 
 
-def host_values(module: Module, **inputs) -> dict[str, np.ndarray]:
-    return {name: value for name, value in values_of(module, **inputs).items() if isinstance(value, np.ndarray)}
+def host_values(module: ProgramModule, **inputs) -> dict[str, np.ndarray]:
+    return {name: value for name, value in trace_values(module, **inputs).items() if isinstance(value, np.ndarray)}
 
 
 def ints(*values):
@@ -54,14 +54,14 @@ CHAIN_CONSTANTS = {"zero": np.array(0, np.int64), "two": np.array(2, np.int64), 
 
 
 def test_what_follows_from_shapes_alone_leaves_nothing_in_a_step():
-    module = Module(program(CHAIN, constants=CHAIN_CONSTANTS), {})
+    module = ProgramModule(program(CHAIN, constants=CHAIN_CONSTANTS), {})
     x = mx.arange(24, dtype=mx.float32).reshape(4, 6)
     assert np.array_equal(module(x=x)["y"], np.arange(24).reshape(8, 3))
     assert primitives(lambda x: module(x=x)["y"], x) == primitives(lambda x: x.reshape(8, 3), x)
 
 
 def test_values_on_the_host_are_those_that_follow_from_shapes():
-    module = Module(program(CHAIN, constants=CHAIN_CONSTANTS), {})
+    module = ProgramModule(program(CHAIN, constants=CHAIN_CONSTANTS), {})
     found = host_values(module, x=mx.zeros((4, 6)))
     assert {name: value.tolist() for name, value in found.items() if name not in CHAIN_CONSTANTS} == {
         "shape": [4, 6], "rows": 4, "twice": 8, "twice1": [8], "target": [8, -1],
@@ -70,7 +70,7 @@ def test_values_on_the_host_are_those_that_follow_from_shapes():
 
 def test_an_input_given_as_numpy_is_on_the_host():
     nodes = [Node("Add-7", ("n", "n"), ("twice",)), Node("Expand-8", ("x", "twice"), ("y",))]
-    module = Module(program(nodes, inputs=(X, Value("n", "int64", (2,)))), {})
+    module = ProgramModule(program(nodes, inputs=(X, Value("n", "int64", (2,)))), {})
     assert module(x=mx.ones((1, 1)), n=ints(1, 3))["y"].shape == (2, 6)
     with pytest.raises(OperatorError) as error:
         module(x=mx.ones((1, 1)), n=mx.array([1, 3]))
@@ -84,7 +84,7 @@ def test_an_error_names_node_and_value_where_a_shape_depends_on_the_device():
         Node("Reshape-5", ("x", "n"), ("y",), name="/model/Reshape"),
     ]
     with pytest.raises(OperatorError) as error:
-        Module(program(nodes), {})(x=mx.ones((1, 6)))
+        ProgramModule(program(nodes), {})(x=mx.ones((1, 6)))
     assert error.value.node == "Reshape-5 '/model/Reshape'"
     assert "'n'" in error.value.found
     assert error.value.expected
@@ -93,8 +93,8 @@ def test_an_error_names_node_and_value_where_a_shape_depends_on_the_device():
 
 def test_a_large_value_of_constants_stays_off_the_host():
     nodes = [Node("ConstantOfShape-9", ("size",), ("big",)), Node("Add-7", ("x", "big"), ("y",))]
-    many = module_file.SMALL + 1
-    module = Module(program(nodes, constants={"size": ints(many)}), {})
+    many = module_file.MAX_HOST_ELEMENTS + 1
+    module = ProgramModule(program(nodes, constants={"size": ints(many)}), {})
     assert "big" not in host_values(module, x=mx.zeros((many,)))
     assert module(x=mx.ones((many,)))["y"].sum().item() == many
 
@@ -114,7 +114,7 @@ def test_if_on_a_host_value_is_a_branch_taken_while_tracing():
     nodes = [Node("Size-1", ("x",), ("n",)), Node("Less-9", ("n", "four"), ("flag",))]
     program_ = conditional(nodes[1])
     program_.nodes.insert(0, nodes[0])
-    module = Module(program_, {})
+    module = ProgramModule(program_, {})
     small, large = mx.full((3,), 2.0), mx.full((5,), 2.0)
     assert module(x=small)["y"].tolist() == [5.0] * 3
     assert module(x=large)["y"].tolist() == [6.0] * 5
@@ -126,7 +126,7 @@ def test_if_on_a_host_value_is_a_branch_taken_while_tracing():
 def test_if_on_a_device_value_is_an_error_that_names_both():
     flag = Node("IsNaN-9", ("x",), ("flag",))
     with pytest.raises(OperatorError) as error:
-        Module(conditional(flag), {})(x=mx.array(1.0))
+        ProgramModule(conditional(flag), {})(x=mx.array(1.0))
     assert error.value.node == "If-1 '/cond/If'"
     assert "'flag'" in error.value.found
 
@@ -135,11 +135,11 @@ def test_an_error_inside_a_branch_names_the_inner_node():
     attrs = {"then_branch": branch("MatMul-1", "x", "x"), "else_branch": branch("Mul-7", "x", "x")}
     nodes = [Node("If-1", ("flag",), ("y",), attrs, name="outer")]
     with pytest.raises(OperatorError) as error:
-        Module(program(nodes, constants={"flag": np.array(True)}), {})(x=mx.ones((2, 3)))
+        ProgramModule(program(nodes, constants={"flag": np.array(True)}), {})(x=mx.ones((2, 3)))
     assert error.value.node == "MatMul-1 -> MatMul-1 of x x"
 
 
-def linears() -> Module:
+def linears() -> ProgramModule:
     """Two projections, a table and a plain weight, in the scopes that exporters give them."""
     q, k = (f"model.layers.{i}.self_attn.q_proj" for i in range(2))
     nodes = [
@@ -155,11 +155,11 @@ def linears() -> Module:
     layers = {
         q: {"kind": "Linear", "bias": True}, k: {"kind": "Linear", "bias": False}, "model.embed_tokens": {"kind": "Embedding"}
     }  # fmt: skip
-    weights = {name: Weight("float32", shape) for name, shape in shapes.items()}
+    weights = {name: WeightInfo("float32", shape) for name, shape in shapes.items()}
     draw = np.random.default_rng(0)
     arrays = {name: mx.array(draw.normal(size=shape).astype(np.float32)) / 8 for name, shape in shapes.items()}
     inputs = (Value("ids", "int64", ("rows", "seq")),)
-    return Module(program(nodes, inputs=inputs, weights=weights, layers=layers), arrays)
+    return ProgramModule(program(nodes, inputs=inputs, weights=weights, layers=layers), arrays)
 
 
 IDS = mx.array([[3, 7, 39]])
@@ -218,7 +218,7 @@ def test_a_swapped_layer_is_the_one_that_runs():
 
 
 def test_missing_and_unknown_inputs_are_named():
-    module = Module(program(CHAIN, constants=CHAIN_CONSTANTS), {})
+    module = ProgramModule(program(CHAIN, constants=CHAIN_CONSTANTS), {})
     with pytest.raises(ProgramError, match="no input x"):
         module()
     with pytest.raises(ProgramError, match="an input z"):
@@ -241,7 +241,7 @@ def test_a_node_that_cannot_run_is_named(what):
     nodes, found = WRONG_NODES[what]
     constants = {"one": np.array(1, np.int64), "nought": np.array(0, np.int64)}
     with pytest.raises(OperatorError) as error:
-        Module(program(nodes, constants=constants), {})(x=mx.ones((2, 3)))
+        ProgramModule(program(nodes, constants=constants), {})(x=mx.ones((2, 3)))
     assert error.value.node.endswith("'n'")
     assert found in error.value.found
 
@@ -268,22 +268,22 @@ def test_a_value_larger_than_memory_is_an_error_and_is_never_computed(what, size
         "one": np.array(1, np.int64),
     }  # fmt: skip
     with pytest.raises(OperatorError) as error:
-        Module(program(HUGE[what], constants=constants), {})(x=mx.ones((1,)))
+        ProgramModule(program(HUGE[what], constants=constants), {})(x=mx.ones((1,)))
     assert error.value.node
 
 
 def test_what_fits_in_memory_by_its_true_size_runs():
     nodes = [Node("Expand-8", ("x", "shape"), ("wide",)), Node("ReduceMax-11", ("wide",), ("y",), {"keepdims": 0})]
-    module = Module(program(nodes, constants={"shape": ints(512, 512)}), {})
+    module = ProgramModule(program(nodes, constants={"shape": ints(512, 512)}), {})
     assert module(x=mx.array([3.0]))["y"].item() == 3.0
 
 
-W = {"w": Weight("float32", (2,))}
+W = {"w": WeightInfo("float32", (2,))}
 WRONG_WEIGHTS = {
     "missing": (W, {}, {}, "none named 'w' (1 missing)"),
     "another shape": (W, {}, {"w": mx.zeros(3)}, "[3]"),
     "another type": (W, {}, {"w": mx.zeros(2, mx.int32)}, "int32"),
-    "a type that MLX lacks": ({"w": Weight("float8_e5m2", (2,))}, {}, {"w": mx.zeros(2)}, "float8_e5m2"),
+    "a type that MLX lacks": ({"w": WeightInfo("float8_e5m2", (2,))}, {}, {"w": mx.zeros(2)}, "float8_e5m2"),
     "a name inside another": ({**W, "w.b": W["w"]}, {}, {"w": mx.zeros(2), "w.b": mx.zeros(2)}, "'w.b'"),
     "a name inside a layer": ({"l.a.b": W["w"], "l.weight": W["w"]}, {"l": {"kind": "Embedding"}}, {}, "'l.a.b'"),
     "a hidden name": ({"_places": W["w"]}, {}, {"_places": mx.zeros(2)}, "'_places'"),
@@ -294,7 +294,7 @@ WRONG_WEIGHTS = {
     "a layer without a kind": ({}, {"l": {}}, {}, "kind"),
     "a layer without its weight": ({}, {"l": {"kind": "Linear"}}, {}, "the weights []"),
     "a bias that the layer has not": (
-        {"l.weight": Weight("float32", (2, 2)), "l.bias": W["w"]}, {"l": {"kind": "Linear", "bias": False}}, {}, "l.bias"
+        {"l.weight": WeightInfo("float32", (2, 2)), "l.bias": W["w"]}, {"l": {"kind": "Linear", "bias": False}}, {}, "l.bias"
     ),
     "bits that no layer has": ({}, {"l": {"kind": "QuantizedLinear", "bits": 7000, "group_size": 64}}, {}, "7000"),
     "a group without end": ({}, {"l": {"kind": "QuantizedLinear", "bits": 4, "group_size": 2**62}}, {}, str(2**62)),
@@ -307,25 +307,25 @@ WRONG_WEIGHTS = {
 def test_weights_and_layers_that_are_not_right_are_refused(what):
     weights, layers, arrays, found = WRONG_WEIGHTS[what]
     with pytest.raises(ProgramError) as error:
-        Module(program(ADD, weights=weights, layers=layers), arrays)
+        ProgramModule(program(ADD, weights=weights, layers=layers), arrays)
     assert found in str(error.value)
 
 
 def test_arrays_that_the_program_does_not_name_are_left_out():
-    module = Module(program(ADD, weights=W), {"w": mx.zeros(2), "stranger": mx.zeros(2)})
+    module = ProgramModule(program(ADD, weights=W), {"w": mx.zeros(2), "stranger": mx.zeros(2)})
     assert [name for name, _ in tree_flatten(module.parameters())] == ["w"]
 
 
 def test_an_operator_that_is_not_declared_is_refused_at_once():
     with pytest.raises(ProgramError, match="Sum-99"):
-        Module(program([Node("Sum-99", ("x",), ("y",))]), {})
+        ProgramModule(program([Node("Sum-99", ("x",), ("y",))]), {})
 
 
 def test_evaluate_gives_small_values_as_numpy_and_large_ones_as_they_are():
-    (small,) = evaluate(Node("Add-7", ("a", "b"), ("c",)), {"a": ints(1, 2), "b": ints(3, 4)})
+    (small,) = evaluate_node(Node("Add-7", ("a", "b"), ("c",)), {"a": ints(1, 2), "b": ints(3, 4)})
     assert isinstance(small, np.ndarray)
     assert small.tolist() == [4, 6]
-    (large,) = evaluate(Node("ConstantOfShape-9", ("s",), ("c",)), {"s": ints(2**14, 2**14)})
+    (large,) = evaluate_node(Node("ConstantOfShape-9", ("s",), ("c",)), {"s": ints(2**14, 2**14)})
     assert isinstance(large, mx.array)
     assert math.prod(large.shape) == 2**28
 
@@ -335,7 +335,7 @@ def test_an_eager_walk_drops_values_after_their_last_read():
 
     def peak(count: int) -> int:
         nodes = [Node("Add-7", ("x" if not i else f"v{i - 1}", "x"), (f"v{i}",)) for i in range(count)]
-        module = Module(program(nodes, outputs=(f"v{count - 1}",)), {})
+        module = ProgramModule(program(nodes, outputs=(f"v{count - 1}",)), {})
         x = mx.ones((2**18,))
         mx.eval(x)
         mx.clear_cache()

@@ -12,18 +12,18 @@ from decoding import greedy, plain, prefill, rows_of
 from packed_rows import unpacked
 
 from mlx_transmuter import generation, ops
-from mlx_transmuter.cache import Packing
-from mlx_transmuter.decoder import Decoder, DecoderError
+from mlx_transmuter.cache import QuantizedFormat
 from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.model import Model
-from mlx_transmuter.module import Module
+from mlx_transmuter.runtime.decoder import Decoder, DecoderError
+from mlx_transmuter.runtime.module import ProgramModule
 
 TEXT = np.random.default_rng(5).integers(3, 60, 60).tolist()
 
 
 def followed(decoder: Decoder, text: list[int], **pages) -> np.ndarray:
     """The logits [tokens, vocab] after each token of a text, one step each."""
-    run = decoder.begin([len(text)], **pages)
+    run = decoder.begin_session([len(text)], **pages)
     found = []
     for token in text:
         logits = run.step(np.array([[token]], np.int32), [1])
@@ -32,23 +32,23 @@ def followed(decoder: Decoder, text: list[int], **pages) -> np.ndarray:
     return np.stack(found)
 
 
-def by_hand(module: Module, text: list[int], bits: int) -> np.ndarray:
+def by_hand(module: ProgramModule, text: list[int], bits: int) -> np.ndarray:
     """The same from the graph itself, whose past is what numpy reads of the packed presents."""
-    decoder = Decoder(module, 1, mode="grow")
-    entries, signature = decoder.signature.entries, decoder.signature
-    past = {entry.past: np.zeros(entry.sizes(1, 0), np.float32) for entry in entries}
+    decoder = Decoder(module, 1, cache_mode="grow")
+    entries, signature = decoder.signature.cache_pairs, decoder.signature
+    past = {entry.past: np.zeros(entry.shape_for(1, 0), np.float32) for entry in entries}
     found = []
     for at, token in enumerate(text):
         feed = {name: mx.array(array) for name, array in past.items()}
-        feed[signature.tokens] = mx.array([[token]], mx.int32)
-        feed |= {signature.mask: mx.ones((1, at + 1), mx.int32)} if signature.mask else {}
-        feed |= {signature.positions: mx.array([[at]], mx.int32)} if signature.positions else {}
+        feed[signature.token_input] = mx.array([[token]], mx.int32)
+        feed |= {signature.mask_input: mx.ones((1, at + 1), mx.int32)} if signature.mask_input else {}
+        feed |= {signature.positions_input: mx.array([[at]], mx.int32)} if signature.positions_input else {}
         out = module(**feed)
         found.append(np.array(out["logits"])[0, -1])
         for entry in entries:
             new = mx.array(np.array(out[entry.present])[:, :, -1:])
-            packing = Packing.of(bits, 64, entry.dim, mx.float32)
-            near = unpacked(np.array(packing.pack(new)), bits, packing.group_size, entry.dim, np.float32)
+            packing = QuantizedFormat.choose(bits, 64, entry.head_dim, mx.float32)
+            near = unpacked(np.array(packing.quantize(new)), bits, packing.group_size, entry.head_dim, np.float32)
             past[entry.past] = np.concatenate([past[entry.past], near], axis=2)
     return np.stack(found)
 
@@ -57,7 +57,7 @@ def by_hand(module: Module, text: list[int], bits: int) -> np.ndarray:
 @pytest.mark.parametrize(("name", "mode"), [("llama", "append"), ("llama", "grow"), ("opt", "grow")])
 def test_a_graph_as_it_is_sees_its_past_through_the_packing(name, mode, bits):
     module = plain(name)
-    found = followed(Decoder(module, 1, mode=mode, kv_bits=bits), TEXT[:20])
+    found = followed(Decoder(module, 1, cache_mode=mode, kv_bits=bits), TEXT[:20])
     wanted = by_hand(module, TEXT[:20], bits)
     assert np.abs(found - wanted).max() <= 1e-4 * np.ptp(wanted)
 
@@ -77,19 +77,19 @@ def test_every_layout_gives_one_result(name, bits, loaded):
         return np.abs(found - wanted[at]).max() <= 2e-4 * spread
 
     assert near(followed(one, text, paged=True), slice(None))
-    assert near(prefill(one.begin([24]), [text])[0], -1)
-    assert near(prefill(three.begin([24] * 3), [text, text[:7], text[:16]]), [23, 6, 15])
-    run = three.begin([24] * 3, paged=True, block=5)
+    assert near(prefill(one.begin_session([24]), [text])[0], -1)
+    assert near(prefill(three.begin_session([24] * 3), [text, text[:7], text[:16]]), [23, 6, 15])
+    run = three.begin_session([24] * 3, paged=True, block_size=5)
     prefill(run, [text[:8], [], []])
     run.fork([0, 0, 0])
     logits = run.step(np.array([text[8:9]] * 3, np.int32), [1, 1, 1])
     run.evaluate(logits)
-    assert run.copies > 0
+    assert run.copied_slots > 0
     assert near(ops.to_host(logits), [8] * 3)
-    run = one.begin([24], paged=True)
+    run = one.begin_session([24], paged=True)
     prefill(run, [text[:8]])
     sees = np.tril(np.ones((1, 3, 3), bool))
-    logits = run.draft(np.array([text[8:11]], np.int32), sees, np.array([[0, 1, 2]]))
+    logits = run.verify_draft(np.array([text[8:11]], np.int32), sees, np.array([[0, 1, 2]]))
     run.evaluate(logits)
     assert near(ops.to_host(logits)[0], [8, 9, 10])
     run.accept([[0, 1, 2]])
@@ -128,7 +128,7 @@ def test_a_prompt_cache_and_its_file_hold_packed_rows(bits, loaded, tmp_path):
     prompts = [TEXT[:30], TEXT[:12]]
     wanted = generation.generate(gen, prompts, [0, 0])
     cache = PromptCache(model, kv_bits=bits)
-    assert cache.store.slot_bytes * 16 == PromptCache(model).store.slot_bytes * {4: 6, 8: 10}[bits]
+    assert cache.kv_cache.slot_nbytes * 16 == PromptCache(model).kv_cache.slot_nbytes * {4: 6, 8: 10}[bits]
     generation.generate(gen, [TEXT[:20], []], [0, 0], prompt_cache=cache)
     cache.save(tmp_path / "cache")
     for held in (cache, PromptCache.load(tmp_path / "cache", model)):
@@ -148,7 +148,7 @@ def test_a_step_writes_in_place(pages, loaded):
     decoder = Decoder(loaded("llama").decoder, 1, max_positions=2**20, kv_bits=8)
     extra = []
     for slots in (2**12, 2**17):
-        run = decoder.begin([slots], **pages)
+        run = decoder.begin_session([slots], **pages)
         greedy(run, [TEXT[:4]], [3])
         size = sum(pool.nbytes for pool in run.pools.arrays)
         most = 0

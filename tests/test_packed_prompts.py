@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_transmuter import generation, ops
-from mlx_transmuter.decoder import Decoder, DecoderError, Run
 from mlx_transmuter.generation import PromptCache
-from mlx_transmuter.generation.rows import PACKED, packs
+from mlx_transmuter.generation.row import MAX_PACKED_TOKENS, plan_packed_prefill
+from mlx_transmuter.runtime.decoder import CacheSession, Decoder, DecoderError
 
 DRAW = np.random.default_rng(11)
 PROMPTS = [DRAW.integers(3, 60, n).tolist() for n in (37, 5, 0, 12)]
 
 
-@pytest.mark.parametrize("options", [{}, {"paged": True}, {"paged": True, "block": 5}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"paged": True}, {"paged": True, "block_size": 5}], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_lane_gives_the_logits_of_each_prompt_alone_and_the_rows_go_on(name, options, loaded):
     """Prompts longer than windows, a row without one, padding; then a plain step over what the lane stored."""
@@ -27,8 +27,8 @@ def test_a_lane_gives_the_logits_of_each_prompt_alone_and_the_rows_go_on(name, o
     if "packed" not in decoder.supports:
         pytest.skip("its attention is not over pools")
     total = [len(prompt) + 1 if prompt else 0 for prompt in PROMPTS]
-    run, apart = decoder.begin(total, **options), decoder.begin(total)
-    logits = run.packed(PROMPTS, 64)
+    run, apart = decoder.begin_session(total, **options), decoder.begin_session(total)
+    logits = run.prefill_packed(PROMPTS, 64)
     run.evaluate(logits)
     assert run.lengths.tolist() == list(map(len, PROMPTS))
     rows = [row for row, prompt in enumerate(PROMPTS) if prompt]
@@ -55,12 +55,14 @@ def computed(monkeypatch, loaded):
     """The tokens, padding included, of each step: (what, rows · length)."""
     loaded("llama")  # its conversion runs steps too
     sizes: list[tuple[str, int]] = []
-    step, packed = Run.step, Run.packed
+    step, packed = CacheSession.step, CacheSession.prefill_packed
     monkeypatch.setattr(
-        Run, "step", lambda run, tokens, *more: sizes.append(("step", tokens.size)) or step(run, tokens, *more)
+        CacheSession, "step", lambda run, tokens, *more: sizes.append(("step", tokens.size)) or step(run, tokens, *more)
     )
     monkeypatch.setattr(
-        Run, "packed", lambda run, prompts, size: sizes.append(("lane", size)) or packed(run, prompts, size)
+        CacheSession,
+        "prefill_packed",
+        lambda run, prompts, size: sizes.append(("lane", size)) or packed(run, prompts, size),
     )
     return sizes
 
@@ -150,7 +152,7 @@ def test_the_reference_in_lanes(loaded, computed):
 
 def test_wrong_lanes_are_refused(loaded):
     decoder = Decoder(loaded("llama").decoder, 2)
-    run = decoder.begin([8, 4])
+    run = decoder.begin_session([8, 4])
     for prompts, size, match in [
         ([[5, 6]], 8, "rows"),
         ([[5, 6], [5] * 5], 8, "at most"),
@@ -158,16 +160,16 @@ def test_wrong_lanes_are_refused(loaded):
         ([[], []], 2, "1 or more"),
     ]:
         with pytest.raises(DecoderError, match=match):
-            run.packed(prompts, size)
-    run.evaluate(run.packed([[5, 6], []], 2))
+            run.prefill_packed(prompts, size)
+    run.evaluate(run.prefill_packed([[5, 6], []], 2))
     with pytest.raises(DecoderError, match="hold none"):
-        run.packed([[5], []], 2)
-    run.evaluate(run.packed([[], [7, 8]], 2))
+        run.prefill_packed([[5], []], 2)
+    run.evaluate(run.prefill_packed([[], [7, 8]], 2))
     assert run.lengths.tolist() == [2, 2]
     other = Decoder(plain("llama"), 1)
     assert "packed" not in other.supports
     with pytest.raises(DecoderError, match="over pools"):
-        other.begin([4]).packed([[5]], 1)
+        other.begin_session([4]).prefill_packed([[5]], 1)
 
 
 @settings(max_examples=200)
@@ -177,7 +179,7 @@ def test_wrong_lanes_are_refused(loaded):
     most=st.none() | st.integers(1, 600),
 )
 def test_packs_hold_each_prompt_once_and_take_far_fewer_tokens(lengths, rows, most):
-    lanes, limit = packs(lengths, rows, most), min(PACKED, most or PACKED)
+    lanes, limit = plan_packed_prefill(lengths, rows, most), min(MAX_PACKED_TOKENS, most or MAX_PACKED_TOKENS)
     longest = max(lengths.values())
     if not lanes:
         assert longest > limit or 4 * (sum(lengths.values()) * 9 / 8 + len(lengths)) >= 3 * rows * longest

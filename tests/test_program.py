@@ -10,7 +10,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_transmuter.program import DTYPES, FORMAT, VERSION, Node, Program, ProgramError, Value, Weight
+from mlx_transmuter.program import (
+    ONNX_DTYPES,
+    PROGRAM_FORMAT,
+    PROGRAM_VERSION,
+    Node,
+    Program,
+    ProgramError,
+    Value,
+    WeightInfo,
+)
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8)
 CONSTANTS = [
@@ -64,14 +73,15 @@ def programs(draw, depth: int = 2, outer: tuple[str, ...] = ()):
     axes = st.one_of(st.none(), st.integers(0, 2**40), NAMES)
     shapes = st.one_of(st.none(), st.lists(axes, max_size=3).map(tuple))
     inputs = tuple(
-        Value(name(), draw(st.sampled_from(sorted(DTYPES))), draw(shapes)) for _ in range(draw(st.integers(0, 2)))
+        Value(name(), draw(st.sampled_from(sorted(ONNX_DTYPES))), draw(shapes)) for _ in range(draw(st.integers(0, 2)))
     )
     constants = {name(): draw(arrays()) for _ in range(draw(st.integers(0, 2)))}
     weights = {}
     if depth == 2:
         sizes = st.lists(st.integers(0, 2**40), max_size=3).map(tuple)
         weights = {
-            name(): Weight(draw(st.sampled_from(sorted(DTYPES))), draw(sizes)) for _ in range(draw(st.integers(0, 2)))
+            name(): WeightInfo(draw(st.sampled_from(sorted(ONNX_DTYPES))), draw(sizes))
+            for _ in range(draw(st.integers(0, 2)))
         }
     known = [*outer, *(value.name for value in inputs), *constants, *weights]
     nodes = []
@@ -103,7 +113,7 @@ def programs(draw, depth: int = 2, outer: tuple[str, ...] = ()):
 def same(one, other) -> bool:
     """Equality of attributes, constants and programs, NaN and types of elements included."""
     if isinstance(one, Program):
-        fields = ("inputs", "outputs", "weights", "layers", "meta")
+        fields = ("inputs", "outputs", "weights", "layers", "metadata")
         return (
             all(getattr(one, field) == getattr(other, field) for field in fields)
             and same(one.constants, other.constants)
@@ -160,7 +170,7 @@ def whole() -> Program:
         outputs=(Value("z", "float32", (2,)),),
         nodes=[Node("Add-7", ("x", "c"), ("y",)), Node("Identity-1", ("y",), ("z",), name="last")],
         constants={"c": np.array([1.0, 2.0], np.float32)},
-        weights={"w": Weight("float32", (2,))},
+        weights={"w": WeightInfo("float32", (2,))},
     )
 
 
@@ -179,7 +189,7 @@ def branched() -> Program:
 def test_what_a_branch_reads_is_read_by_its_node():
     program = branched()
     node = program.nodes[0]
-    assert sorted(set(node.reads())) == ["c", "flag", "x"]
+    assert sorted(set(node.all_inputs())) == ["c", "flag", "x"]
     assert program.consumers()["x"] == [node]
     assert [one.op for one in program.all_nodes()] == ["If-1", "Add-7", "Mul-7", "Identity-1"]
 
@@ -188,9 +198,9 @@ def test_select_keeps_what_the_outputs_need():
     program = whole()
     program.nodes.append(Node("Mul-7", ("x", "w"), ("other",)))
     program = replace(program, outputs=(*program.outputs, Value("other", "float32", (2,))))
-    assert set(program.select(["other"]).weights) == {"w"}
-    assert not program.select(["other"]).constants
-    kept = program.select(["z"])
+    assert set(program.select_outputs(["other"]).weights) == {"w"}
+    assert not program.select_outputs(["other"]).constants
+    kept = program.select_outputs(["z"])
     assert [node.op for node in kept.nodes] == ["Add-7", "Identity-1"]
     assert not kept.weights
     kept.validate()
@@ -199,10 +209,10 @@ def test_select_keeps_what_the_outputs_need():
 def test_select_keeps_the_weights_of_a_layer_that_is_read():
     layered = Program(
         (Value("x", "float32", (2,)),), (Value("y", "float32", None),), [Node("mlx.linear", ("x", "a.b"), ("y",))],
-        weights={"a.b.weight": Weight("float32", (2, 2)), "a.bc.weight": Weight("float32", (2, 2))},
+        weights={"a.b.weight": WeightInfo("float32", (2, 2)), "a.bc.weight": WeightInfo("float32", (2, 2))},
         layers={"a.b": {"kind": "Linear"}, "a.bc": {"kind": "Linear"}},
     )  # fmt: skip
-    kept = layered.select(["y"])
+    kept = layered.select_outputs(["y"])
     assert set(kept.weights) == {"a.b.weight"}
     assert set(kept.layers) == {"a.b"}
 
@@ -211,7 +221,7 @@ BROKEN = {
     "an input's type": (lambda p: replace(p, inputs=(Value("x", "float23", (2,)),)), "'float23' of input 'x'"),
     "an input given twice": (lambda p: replace(p, inputs=p.inputs * 2), "'x' given again by an input"),
     "a constant named as an input": (lambda p: replace(p, constants={**p.constants, "x": np.zeros(2)}), "'x' given again by a constant"),
-    "a weight named as a constant": (lambda p: replace(p, weights={"c": Weight("float32", (2,))}), "'c' given again by a weight"),
+    "a weight named as a constant": (lambda p: replace(p, weights={"c": WeightInfo("float32", (2,))}), "'c' given again by a weight"),
     "a layer named as a weight": (lambda p: replace(p, layers={"w": {"kind": "Linear"}}), "'w' given again by a layer"),
     "a value given by two nodes": (lambda p: replace(p, nodes=[*p.nodes, Node("Neg-6", ("x",), ("y",))]), "'y' given again by node Neg-6 -> y"),
     "a node before what it reads": (lambda p: replace(p, nodes=p.nodes[::-1]), "node Identity-1 'last' reading 'y'"),
@@ -228,7 +238,7 @@ BROKEN = {
 def test_a_program_that_is_not_whole_is_refused(what):
     broken, found = BROKEN[what]
     with pytest.raises(ProgramError) as error:
-        broken(whole()).validate("here", known={"Add-7", "Identity-1", "Neg-6"}.__contains__)
+        broken(whole()).validate("here", is_known_operator={"Add-7", "Identity-1", "Neg-6"}.__contains__)
     assert error.value.where == "here"
     assert found in error.value.found
     assert error.value.expected
@@ -243,7 +253,7 @@ def test_a_branch_is_validated_with_the_values_around_it():
         (replace(then, nodes=[Node("Add-7", ("x", "nothing"), ("t",))]), "reading 'nothing'"),
         (replace(then, nodes=[Node("Add-7", ("x", "z"), ("t",))]), "reading 'z'"),  # given after the If
         (replace(then, nodes=[Node("Add-7", ("x", "c"), ("x",))], outputs=()), "'x' given again"),
-        (replace(then, weights={"w": Weight("float32", ())}), "weights inside a branch"),
+        (replace(then, weights={"w": WeightInfo("float32", ())}), "weights inside a branch"),
         (replace(then, layers={"w": {"kind": "Linear"}}), "weights inside a branch"),
     ]:
         node = replace(program.nodes[0], attrs={**program.nodes[0].attrs, "then_branch": wrong})
@@ -272,7 +282,7 @@ def array_of(dtype, shape, data):
 
 HOSTILE = [
     ((), []), ((), None), ((), 5), ((), "program"),
-    (("format",), "onnx"), (("format",), None), (("version",), VERSION + 1), (("version",), str(VERSION)), (("version",), None),
+    (("format",), "onnx"), (("format",), None), (("version",), PROGRAM_VERSION + 1), (("version",), str(PROGRAM_VERSION)), (("version",), None),
     (("inputs",), None), (("inputs",), "x"), (("inputs",), {"x": 1}), (("inputs", 0), []), (("inputs", 0), "x"),
     (("inputs", 0, "name"), ""), (("inputs", 0, "name"), 3), (("inputs", 0, "name"), ["x"]), (("inputs", 0, "dtype"), "float23"),
     (("inputs", 0, "dtype"), ["float32"]), (("inputs", 0, "shape"), 2), (("inputs", 0, "shape"), [-1]), (("inputs", 0, "shape"), [2**48]),
@@ -339,7 +349,7 @@ def test_a_missing_part_is_refused(key):
 
 def nested(kind: str, depth: int) -> str:
     """A program whose attribute is `depth` deep: lists, or programs in programs."""
-    empty = f'"format": "{FORMAT}", "version": {VERSION}, "meta": {{}}, "inputs": [], "outputs": [], "layers": {{}}'
+    empty = f'"format": "{PROGRAM_FORMAT}", "version": {PROGRAM_VERSION}, "meta": {{}}, "inputs": [], "outputs": [], "layers": {{}}'
     head = f'{{{empty}, "weights": {{}}, "constants": {{}}, "nodes": [{{"op": "If-1", "inputs": [], "outputs": [], "attrs": {{"a": '
     tail = "}}]}"
     if kind == "lists":
@@ -378,7 +388,7 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_read(tmp_path):
 
 def test_a_value_that_json_cannot_hold_is_not_written(tmp_path):
     program = whole()
-    program.meta["error"] = float("inf")
+    program.metadata["error"] = float("inf")
     with pytest.raises(ValueError, match="JSON"):
         program.save(tmp_path / "program.json")
     assert not (tmp_path / "program.json").exists()

@@ -8,26 +8,26 @@ import pytest
 from decoding import decoded, prefill, rows_of, tokens_of
 
 from mlx_transmuter import generation
-from mlx_transmuter.decoder import Decoder, DecoderError
-from mlx_transmuter.plan import PADDINGS, Plan
-from mlx_transmuter.reread import Reread
+from mlx_transmuter.program.run_plan import PADDING_SIDES, RunPlan
+from mlx_transmuter.runtime.decoder import Decoder, DecoderError
+from mlx_transmuter.runtime.full_context import FullContextSession
 
 
 def test_the_conversion_finds_that_there_is_no_cache(loaded):
     model = loaded("gpt2_reread")
     decoder = Decoder(model.decoder, 2)
     assert model.cache_mode == "grow"
-    assert not decoder.signature.carried
-    assert isinstance(decoder.begin([4, 4]), Reread)
-    assert decoder.plan == Plan("grow", "whole", "right")
-    assert decoder.signature.ends  # only the logits of each row's last token are computed
+    assert not decoder.signature.pairs
+    assert isinstance(decoder.begin_session([4, 4]), FullContextSession)
+    assert decoder.plan == RunPlan("grow", "whole", "right")
+    assert decoder.signature.selects_logits  # only the logits of each row's last token are computed
     assert "drafts" not in decoder.supports
 
 
-@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("padding", PADDING_SIDES)
 def test_rows_give_the_tokens_of_the_reference_with_padding_on_either_side(padding, loaded):
-    decoder = Decoder(loaded("gpt2_reread").decoder, 3, plan=Plan("grow", "whole", padding))
-    assert len(decoder.groups([3, 11, 29])) == (3 if padding == "none" else 1)
+    decoder = Decoder(loaded("gpt2_reread").decoder, 3, plan=RunPlan("grow", "whole", padding))
+    assert len(decoder.group_rows([3, 11, 29])) == (3 if padding == "none" else 1)
     assert decoded(decoder, rows_of("gpt2_reread")) == tokens_of(rows_of("gpt2_reread"))
 
 
@@ -35,10 +35,10 @@ def test_rows_give_the_tokens_of_the_reference_with_padding_on_either_side(paddi
 def test_its_logits_are_those_of_the_same_weights_with_a_cache(padding, loaded):
     """Ragged rows beside a padding row, in parts of any size, with positions of the caller's own or not."""
     reads, keeps = (Decoder(loaded(name).decoder, 3, plan=plan) for name, plan in
-                    (("gpt2_reread", Plan("grow", "whole", padding)), ("gpt2", None)))  # fmt: skip
+                    (("gpt2_reread", RunPlan("grow", "whole", padding)), ("gpt2", None)))  # fmt: skip
     draw = np.random.default_rng(0)
     for places in (None, 2):
-        runs = [decoder.begin([40, 0, 40]) for decoder in (reads, keeps)]
+        runs = [decoder.begin_session([40, 0, 40]) for decoder in (reads, keeps)]
         lengths = np.zeros(3, int)
         for counts in ([5, 0, 2], [0, 0, 3], [1, 0, 1], [8, 0, 8], [1, 0, 0]):
             tokens = draw.integers(3, 120, (3, 8)).astype(np.int32)
@@ -53,35 +53,35 @@ def test_its_logits_are_those_of_the_same_weights_with_a_cache(padding, loaded):
                 assert np.abs(found[0][row] - found[1][row]).max() <= 1e-4 * np.ptp(found[1][row])
 
 
-@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("padding", PADDING_SIDES)
 def test_forked_rows_continue_their_parents(padding, loaded):
-    decoder = Decoder(loaded("gpt2_reread").decoder, 3, plan=Plan("grow", "whole", padding))
+    decoder = Decoder(loaded("gpt2_reread").decoder, 3, plan=RunPlan("grow", "whole", padding))
     prompt = rows_of("gpt2_reread")[1]["prompt"]
-    run = decoder.begin([40] * 3, paged=True)
+    run = decoder.begin_session([40] * 3, paged=True)
     prefill(run, [prompt, prompt[::-1], []])
     run.fork([1, 0, 0])
     texts = [[*text, token] for text, token in zip((prompt[::-1], prompt, prompt), (5, 6, 7), strict=True)]
     logits = run.step(np.array([[text[-1]] for text in texts], np.int32), [1, 1, 1])
     run.evaluate(logits)
     for row, text in enumerate(texts):
-        alone = Decoder(loaded("gpt2").decoder, 1).begin([40])
+        alone = Decoder(loaded("gpt2").decoder, 1).begin_session([40])
         wanted = prefill(alone, [text])[0]
         assert np.abs(np.array(logits)[row] - wanted).max() <= 1e-4 * np.ptp(wanted)
 
 
 def test_steps_are_compiled_per_bucket_of_columns(loaded):
     decoder = Decoder(loaded("gpt2_reread").decoder, 1)
-    run = decoder.begin([200])
+    run = decoder.begin_session([200])
     for _ in range(150):
         run.evaluate(run.step(np.array([[5]], np.int32), [1]))
     assert decoder.compilations == 3  # 64, 128 and 256 columns
-    assert decoder.columns(250) == 256  # not past the table of positions
+    assert decoder.full_context_columns(250) == 256  # not past the table of positions
 
 
 def test_a_prompt_is_one_step(loaded, monkeypatch):
-    model, steps, real = loaded("gpt2_reread"), [], Reread.step
+    model, steps, real = loaded("gpt2_reread"), [], FullContextSession.step
     monkeypatch.setattr(
-        Reread, "step", lambda run, tokens, *rest: steps.append(tokens.shape) or real(run, tokens, *rest)
+        FullContextSession, "step", lambda run, tokens, *rest: steps.append(tokens.shape) or real(run, tokens, *rest)
     )
     ctx = generation.context(model, max_new_tokens=3, do_sample=False, eos_token_id=None)
     generation.generate(generation.compile(ctx, 2), [[5] * 13, [6] * 7], [0, 0])
@@ -90,18 +90,18 @@ def test_a_prompt_is_one_step(loaded, monkeypatch):
 
 def test_wrong_steps_are_refused(loaded):
     decoder = Decoder(loaded("gpt2_reread").decoder, 2)
-    run = decoder.begin([5, 0])
+    run = decoder.begin_session([5, 0])
     two = np.zeros((2, 2), np.int32)
     for tokens, counts in [(two[:1], [2]), (two, [3, 0]), (two, [2, 1]), (np.zeros((2, 8), np.int32), [6, 0])]:
         with pytest.raises(DecoderError):
             run.step(tokens, counts)
     run.evaluate(run.step(mx.array(two), [2, 0]))
     assert run.lengths.tolist() == [2, 0]
-    even = Decoder(loaded("gpt2_reread").decoder, 2, plan=Plan("grow", "whole", "none")).begin([5, 5])
+    even = Decoder(loaded("gpt2_reread").decoder, 2, plan=RunPlan("grow", "whole", "none")).begin_session([5, 5])
     with pytest.raises(DecoderError, match="one length"):
         even.step(two, [2, 1])
     with pytest.raises(DecoderError, match="no cache"):
-        run.draft(two, two, two)
+        run.verify_draft(two, two, two)
     run.close()
     with pytest.raises(DecoderError, match="closed"):
         run.step(two, [2, 0])
@@ -112,7 +112,7 @@ def test_positions_that_were_given_once_stay(loaded):
     prompt, places = [5, 6, 7, 8], np.array([[0, 2, 4, 6]], np.int32)
     logits = []
     for parts in ([(prompt, places), ([9], None)], [([*prompt, 9], np.array([[0, 2, 4, 6, 4]], np.int32))]):
-        run = Decoder(loaded("gpt2_reread").decoder, 1).begin([5])
+        run = Decoder(loaded("gpt2_reread").decoder, 1).begin_session([5])
         for tokens, given in parts:
             found = run.step(np.array([tokens], np.int32), [len(tokens)], given)
             run.evaluate(found)

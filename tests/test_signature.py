@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlx_transmuter.program import Node, Program, Value
-from mlx_transmuter.signature import Signature, SignatureError, declared_mode, outputs
+from mlx_transmuter.program.signature import DecoderSignature, SignatureError, infer_cache_mode, outputs
 
 IDS = Value("input_ids", "int64", ("batch_size", "sequence_length"))
 LOGITS = Value("logits", "float32", ("batch_size", "sequence_length", 32))
@@ -24,14 +24,19 @@ def past(name: str = "past_key_values.0.key", shape=PAST, dtype: str = "float32"
 def test_a_decoder_of_optimum():
     positions = Value("position_ids", "int64", ("batch_size", "sequence_length"))
     mask = Value("attention_mask", "int64", ("batch_size", "total"))
-    found = Signature.of(decoder(mask, positions, past(dtype="float16")))
-    assert (found.tokens, found.embeds, found.mask, found.positions, found.vocab) == (
+    found = DecoderSignature.from_program(decoder(mask, positions, past(dtype="float16")))
+    assert (found.token_input, found.takes_embeddings, found.mask_input, found.positions_input, found.vocab_size) == (
         "input_ids", False, "attention_mask", "position_ids", 32
     )  # fmt: skip
-    assert (found.position_axes, found.branch, found.keep, found.given) == (0, None, None, ())
-    (entry,) = found.entries
+    assert (found.position_axes, found.use_cache_branch_input, found.logits_to_keep_input, found.extra_inputs) == (
+        0,
+        None,
+        None,
+        (),
+    )
+    (entry,) = found.cache_pairs
     assert (entry.past, entry.present, entry.dtype) == ("past_key_values.0.key", "present.0.key", "float16")
-    assert (entry.heads, entry.dim, entry.order, entry.sizes(3, 7)) == (2, 8, [0, 1, 2, 3], (3, 2, 7, 8))
+    assert (entry.heads, entry.head_dim, entry.axis_order, entry.shape_for(3, 7)) == (2, 8, [0, 1, 2, 3], (3, 2, 7, 8))
 
 
 SPELLINGS = [
@@ -44,7 +49,7 @@ SPELLINGS = [
 
 @pytest.mark.parametrize(("name", "present"), SPELLINGS)
 def test_the_present_of_a_past_is_found(name, present):
-    (entry,) = Signature.of(decoder(past(name), presents=(present,))).entries
+    (entry,) = DecoderSignature.from_program(decoder(past(name), presents=(present,))).cache_pairs
     assert entry.present == present
 
 
@@ -66,24 +71,24 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("shape", "axes", "heads", "dim", "sizes"), LAYOUTS)
 def test_layouts_of_a_cache(shape, axes, heads, dim, sizes):
-    (entry,) = Signature.of(decoder(past(shape=shape))).entries
-    assert ((entry.batch, entry.length), entry.heads, entry.dim) == (axes, heads, dim)
-    assert entry.sizes(3, 7) == sizes
-    assert sorted(entry.order) == list(range(len(shape)))
-    assert (entry.order[0], entry.order[-2], entry.order[-1]) == (*axes, len(shape) - 1)
+    (entry,) = DecoderSignature.from_program(decoder(past(shape=shape))).cache_pairs
+    assert ((entry.batch_axis, entry.length_axis), entry.heads, entry.head_dim) == (axes, heads, dim)
+    assert entry.shape_for(3, 7) == sizes
+    assert sorted(entry.axis_order) == list(range(len(shape)))
+    assert (entry.axis_order[0], entry.axis_order[-2], entry.axis_order[-1]) == (*axes, len(shape) - 1)
 
 
 def test_axes_of_positions():
     for shape, axes in [(("b", "s"), 0), ((3, "b", "s"), 3), (("axes", "b", "s"), 3), (None, 0)]:
-        assert Signature.of(decoder(Value("position_ids", "int64", shape))).position_axes == axes
+        assert DecoderSignature.from_program(decoder(Value("position_ids", "int64", shape))).position_axes == axes
 
 
 def test_other_inputs_are_left_to_a_task():
     branch = Value("use_cache_branch", "bool", (1,))
     keep = Value("num_logits_to_keep", "int64", ())
     states = Value("encoder_hidden_states", "float32", ("batch", "len", 8))
-    found = Signature.of(decoder(branch, keep, states))
-    assert (found.branch, found.keep, found.given) == (
+    found = DecoderSignature.from_program(decoder(branch, keep, states))
+    assert (found.use_cache_branch_input, found.logits_to_keep_input, found.extra_inputs) == (
         "use_cache_branch",
         "num_logits_to_keep",
         ("encoder_hidden_states",),
@@ -113,7 +118,7 @@ REFUSED = {
 def test_what_is_no_decoder_is_refused_by_name(what):
     program, found = REFUSED[what]
     with pytest.raises(SignatureError) as error:
-        Signature.of(program)
+        DecoderSignature.from_program(program)
     assert found in str(error.value)
     assert error.value.expected
     assert error.value.do
@@ -127,7 +132,7 @@ def test_the_mode_that_a_graph_declares():
         (decoder(), "grow"),
         (decoder(positions, nodes=gqa), "in_place"),
     ]:
-        assert declared_mode(program, Signature.of(program)) == mode
+        assert infer_cache_mode(program, DecoderSignature.from_program(program)) == mode
 
 
 def test_outputs_are_the_logits_and_the_present():

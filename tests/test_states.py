@@ -11,24 +11,24 @@ from conftest import golden
 from decoding import decoded, plain, prefill, rows_of, tokens_of
 
 from mlx_transmuter import generation
-from mlx_transmuter.decoder import Decoder, DecoderError
 from mlx_transmuter.generation import loop
-from mlx_transmuter.module import Module
-from mlx_transmuter.signature import Signature
+from mlx_transmuter.program.signature import DecoderSignature
+from mlx_transmuter.runtime.decoder import Decoder, DecoderError
+from mlx_transmuter.runtime.module import ProgramModule
 
 NAMES = ["lfm2", "deltanet_ort"]
-PAGES = [{}, {"paged": True, "block": 1}, {"paged": True, "block": 3}]
+PAGES = [{}, {"paged": True, "block_size": 1}, {"paged": True, "block_size": 3}]
 
 
 def test_what_is_carried(loaded):
     lfm2 = Decoder(loaded("lfm2").decoder, 2)
-    assert [state.past for state in lfm2.signature.states] == ["past_conv.0", "past_conv.2"]
-    assert [state.sizes(5) for state in lfm2.signature.states] == [(5, 32, 3)] * 2
-    assert [entry.past for entry in lfm2.signature.entries] == ["past_key_values.both.0"]
-    assert lfm2.signature.index  # its attention is over pools all the same
-    net = Signature.of(loaded("deltanet_ort").decoder.program)
-    assert not net.entries
-    assert [state.past for state in net.states] == [
+    assert [state.past for state in lfm2.signature.state_pairs] == ["past_conv.0", "past_conv.2"]
+    assert [state.shape_for(5) for state in lfm2.signature.state_pairs] == [(5, 32, 3)] * 2
+    assert [entry.past for entry in lfm2.signature.cache_pairs] == ["past_key_values.both.0"]
+    assert lfm2.signature.uses_pools  # its attention is over pools all the same
+    net = DecoderSignature.from_program(loaded("deltanet_ort").decoder.program)
+    assert not net.cache_pairs
+    assert [state.past for state in net.state_pairs] == [
         "past_conv.0", "past_recurrent.0", "past_conv.1", "past_recurrent.1"
     ]  # fmt: skip
     assert loaded("deltanet_ort").cache_mode == "grow"
@@ -39,13 +39,13 @@ def test_what_is_carried(loaded):
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_of_each_length_run_together_and_give_the_tokens_of_the_reference(name, form, pages, loaded):
     decoder = Decoder(loaded(name).decoder if form == "rewritten" else plain(name), 3)
-    assert decoder.groups([5, 0, 3, 5]) == [[0, 3], [2]]
+    assert decoder.group_rows([5, 0, 3, 5]) == [[0, 3], [2]]
     assert decoded(decoder, rows_of(name), **pages) == tokens_of(rows_of(name))
 
 
-def after(module: Module, tokens: list[int]) -> np.ndarray:
+def after(module: ProgramModule, tokens: list[int]) -> np.ndarray:
     """The logits after the tokens, alone, in one step."""
-    run = Decoder(module, 1).begin([len(tokens)])
+    run = Decoder(module, 1).begin_session([len(tokens)])
     logits = run.step(np.array([tokens], np.int32), [len(tokens)])
     run.evaluate(logits)
     return np.array(logits)[0]
@@ -57,8 +57,8 @@ def test_a_prompt_past_the_first_bucket_in_parts_and_token_by_token(name, form, 
     module = loaded(name).decoder if form == "rewritten" else plain(name)
     prompt = np.random.default_rng(2).integers(3, 120, 100).tolist()
     wanted = after(module, prompt)
-    parts = prefill(Decoder(module, 1).begin([100]), [prompt])[0]
-    run = Decoder(module, 1).begin([100], paged=True)
+    parts = prefill(Decoder(module, 1).begin_session([100]), [prompt])[0]
+    run = Decoder(module, 1).begin_session([100], paged=True)
     for token in prompt:
         logits = run.step(np.array([[token]], np.int32), [1])
         run.evaluate(logits)
@@ -70,7 +70,7 @@ def test_a_prompt_past_the_first_bucket_in_parts_and_token_by_token(name, form, 
 def test_steps_are_few(name, loaded):
     """A part of a prompt and a step of one token are compiled per bucket of columns, not per length."""
     decoder = Decoder(loaded(name).decoder, 1)
-    run = decoder.begin([64])
+    run = decoder.begin_session([64])
     prefill(run, [[5] * 20])
     before = decoder.compilations
     for _ in range(30):
@@ -85,7 +85,7 @@ def test_forked_rows_continue_with_their_parents_states(name, form, block, loade
     module = loaded(name).decoder if form == "rewritten" else plain(name)
     prompts, draw = [row["prompt"] for row in rows_of(name)], np.random.default_rng(1)
     texts = [prompts[1], prompts[1][::-1], []]
-    run = Decoder(module, 3).begin([40] * 3, paged=True, block=block)
+    run = Decoder(module, 3).begin_session([40] * 3, paged=True, block_size=block)
     prefill(run, texts)
     for parents in ([0, 1, 1], [2, 0, 0], [1, 1, 2], [0, 1, 2]):
         run.fork(parents)
@@ -104,7 +104,7 @@ def test_forked_rows_continue_with_their_parents_states(name, form, block, loade
 def test_a_row_without_tokens_keeps_its_states(name, loaded):
     """A step of another row leaves it where it was: a fork continues it as if nothing had been."""
     module, prompt = loaded(name).decoder, rows_of(name)[1]["prompt"]
-    run = Decoder(module, 2).begin([40, 40], paged=True)
+    run = Decoder(module, 2).begin_session([40, 40], paged=True)
     prefill(run, [prompt, prompt[::-1]])
     run.evaluate(run.step(np.array([[7], [9]], np.int32), [0, 1]))
     run.fork([0, 0])
@@ -118,17 +118,17 @@ def test_a_row_without_tokens_keeps_its_states(name, loaded):
 @pytest.mark.parametrize("name", NAMES)
 def test_padding_that_would_change_a_state_is_refused(name, loaded):
     decoder = Decoder(loaded(name).decoder, 2)
-    assert decoder.plan.padding == "none"
+    assert decoder.plan.padding_side == "none"
     with pytest.raises(DecoderError, match="no padding"):
-        decoder.begin([8, 8]).step(np.zeros((2, 4), np.int32), [4, 3])
-    run = decoder.begin([8, 8])
+        decoder.begin_session([8, 8]).step(np.zeros((2, 4), np.int32), [4, 3])
+    run = decoder.begin_session([8, 8])
     run.evaluate(run.step(np.zeros((2, 4), np.int32), [4, 0]))
     with pytest.raises(DecoderError, match="rows of one length"):
         run.step(np.zeros((2, 1), np.int32), [1, 1])
 
 
-def results(gen: generation.Compiled, prompts: list[list[int]]) -> list[generation.Result]:
-    steps = loop.run(gen, prompts, [0] * len(prompts))
+def results(gen: generation.CompiledGeneration, prompts: list[list[int]]) -> list[generation.GenerationResult]:
+    steps = loop.generate_steps(gen, prompts, [0] * len(prompts))
     while True:
         try:
             next(steps)
@@ -165,5 +165,5 @@ def test_log_probabilities_of_a_batch_are_those_of_the_logits(name, loaded):
 def test_a_program_that_says_nothing_of_padding_takes_none(loaded):
     """A state in an older folder, or one whose meta was lost, is not spoilt by padding."""
     module = loaded("lfm2").decoder
-    program = replace(module.program, meta={})
-    assert Decoder(Module(program, module.weights()), 1).plan.padding == "none"
+    program = replace(module.program, metadata={})
+    assert Decoder(ProgramModule(program, module.weights()), 1).plan.padding_side == "none"

@@ -12,13 +12,14 @@ import pytest
 from decoding import decoded, plain, prefill, rows_of, tokens_of
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_transmuter import generation, steps
+from mlx_transmuter import generation
 from mlx_transmuter.cache import CacheIndex
-from mlx_transmuter.decoder import Decoder
-from mlx_transmuter.generation.rows import prompt_parts
-from mlx_transmuter.ops import cached
-from mlx_transmuter.sizes import Columns
-from mlx_transmuter.sizes import bucket as decoders_bucket
+from mlx_transmuter.generation.row import prefill_chunks
+from mlx_transmuter.ops.mlx import pooled_attention
+from mlx_transmuter.runtime import steps
+from mlx_transmuter.runtime.buckets import StepColumns
+from mlx_transmuter.runtime.buckets import context_bucket as decoders_bucket
+from mlx_transmuter.runtime.decoder import Decoder
 
 # Compilations.
 
@@ -52,7 +53,7 @@ def test_prompts_of_all_lengths_share_a_few_compiled_steps(beams, loaded, monkey
     wanted = set()
     for length in range(1, 101):
         end = 0 if beams == 1 else length  # prompts of beams run in lanes
-        for part in [*prompt_parts(length - end), *[1] * (new - 1)]:
+        for part in [*prefill_chunks(length - end), *[1] * (new - 1)]:
             end += part
             wanted.add((part, bucket(end), bucket(beams * (length + new))))
         (tokens,) = generation.generate(gen, [[3 + i % 40 for i in range(length)]], [0])
@@ -60,7 +61,7 @@ def test_prompts_of_all_lengths_share_a_few_compiled_steps(beams, loaded, monkey
     # 7 lengths, over 64 columns of rows of 64 or of 128 slots, and over 128 columns; the pages of 3 rows are 64 to 512.
     assert len(wanted) <= 7 * 3
     assert beams > 1 or gen.decoder.compilations == len(wanted)
-    assert sum(function.__qualname__.startswith("pooled.") for function in traced) == len(wanted)
+    assert sum(function.__qualname__.startswith("make_pooled_step.") for function in traced) == len(wanted)
     again = len(traced)
     generation.generate(gen, [[9] * 77], [0])
     assert len(traced) == again
@@ -88,11 +89,11 @@ def test_a_step_over_more_columns_builds_no_kernel_of_its_own(tmp_path, monkeypa
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # where MLX keeps what it built
 
     def run(context: int) -> int:
-        signature, leaves = CacheIndex.rows(640, [0, 0]).narrow(context).at([[3], [5]]).walk()
+        signature, leaves = CacheIndex.rows(640, [0, 0]).limit_context(context).with_positions([[3], [5]]).walk()
 
         def step(leaves, pool, values):
-            index = CacheIndex.from_walk(signature, leaves).spare(1280)
-            return index.positions() + 1, index.extend(values, pool, zero=False)
+            index = CacheIndex.from_walk(signature, leaves).with_spare_row(1280)
+            return index.positions() + 1, index.extend(values, pool, zero_unseen=False)
 
         mx.eval(mx.compile(step)(leaves, mx.zeros((1281, 3)), mx.ones((2, 1, 3))))
         return len(list(tmp_path.rglob("*.so")))
@@ -104,16 +105,16 @@ def test_a_step_over_more_columns_builds_no_kernel_of_its_own(tmp_path, monkeypa
 def test_compiled_and_eager_steps_agree(name, mode, loaded, compiling):
     module = loaded(name).decoder if mode is None else plain(name)
     prompts = [row["prompt"] for row in rows_of(name)]
-    compiled = prefill(Decoder(module, 3, mode=mode).begin([40] * 3), prompts)
+    compiled = prefill(Decoder(module, 3, cache_mode=mode).begin_session([40] * 3), prompts)
     mx.disable_compile()
-    eager = prefill(Decoder(module, 3, mode=mode).begin([40] * 3), prompts)
+    eager = prefill(Decoder(module, 3, cache_mode=mode).begin_session([40] * 3), prompts)
     assert np.abs(compiled - eager).max() <= 1e-5 * np.ptp(eager)
 
 
 @pytest.mark.usefixtures("compiling")
 def test_compiled_steps_give_the_tokens_of_the_reference(loaded):
     rows = rows_of("llama")
-    assert decoded(Decoder(loaded("llama").decoder, 3), rows, paged=True, block=3) == tokens_of(rows)
+    assert decoded(Decoder(loaded("llama").decoder, 3), rows, paged=True, block_size=3) == tokens_of(rows)
 
 
 # Evaluations.
@@ -246,7 +247,7 @@ def test_a_step_holds_nothing_that_metal_lacks(name, pooled, loaded, monkeypatch
         return call
 
     monkeypatch.setattr(mx, "compile", watching)
-    monkeypatch.setattr(cached, "_has_kernel", lambda: True)  # as on Metal
+    monkeypatch.setattr(pooled_attention, "_has_attention_kernel", lambda: True)  # as on Metal
     settings = {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.9, "repetition_penalty": 1.2}
     ctx = generation.context(model, max_new_tokens=3, eos_token_id=[], token_logprobs=True, **settings)
     generation.generate(generation.compile(ctx, 2), [[5, 6, 7], [9] * 11], [0, 1])
@@ -261,8 +262,8 @@ def test_a_token_of_one_row_moves_nothing_but_its_keys(loaded):
     is turned or laid flat, and two take in their sum with the residual stream; the one transpose is that of the
     keys."""
     decoder = Decoder(loaded("llama").decoder, 1)
-    run = decoder.begin([40])
-    step = steps.pooled(decoder.graph, 1, Columns(64), run.store.span, False)
+    run = decoder.begin_session([40])
+    step = steps.make_pooled_step(decoder.graph, 1, StepColumns(64), run.kv_cache.head_span, False)
     arrays = (mx.array([[5]]), mx.array([3]), mx.array([1]))
     found = parts(lambda *given: step(list(given[:-3]), *given[-3:], None, None, {}, None), *run.pools.arrays, *arrays)
     count = Counter(part["name"] for part in found if part["type"] == "primitive")
@@ -295,8 +296,8 @@ def test_a_step_copies_no_pool(name, mode, pages, compiled, loaded, request):
     """Peak memory of a step is far below one pool, and the same from step to step."""
     if compiled:
         request.getfixturevalue("compiling")
-    decoder = Decoder(loaded(name).decoder if mode is None else plain(name), 1, mode=mode, max_positions=2**20)
-    run = decoder.begin([2**15], **pages)
+    decoder = Decoder(loaded(name).decoder if mode is None else plain(name), 1, cache_mode=mode, max_positions=2**20)
+    run = decoder.begin_session([2**15], **pages)
     sizes = [pool.nbytes for pool in run.pools.arrays]
     prefill(run, [[5, 6, 7, 8]])
     peaks = []
@@ -318,7 +319,7 @@ def test_memory_is_given_back_when_a_run_closes(loaded):
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
-    run = decoder.begin([2**15])
+    run = decoder.begin_session([2**15])
     prefill(run, [[5, 6, 7]])
     held = mx.get_active_memory() - before
     run.close()

@@ -9,8 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_transmuter import weights
-from mlx_transmuter.program import Program, ProgramError, Weight
+from mlx_transmuter.program import Program, ProgramError, WeightInfo, weights
 
 
 def arrays() -> dict[str, mx.array]:
@@ -28,7 +27,7 @@ def arrays() -> dict[str, mx.array]:
 
 def program(items: dict[str, mx.array]) -> Program:
     names = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16", mx.uint32: "uint32"}
-    return Program((), (), [], weights={n: Weight(names[a.dtype], tuple(a.shape)) for n, a in items.items()})
+    return Program((), (), [], weights={n: WeightInfo(names[a.dtype], tuple(a.shape)) for n, a in items.items()})
 
 
 def save(folder, items: dict[str, mx.array], **options) -> None:

@@ -15,7 +15,7 @@ from conftest import golden
 ROOT = Path(__file__).parent.parent
 
 # What a machine that only runs converted models need not have.
-ABSENT = ["onnx", "google", "ml_dtypes", "onnxruntime", "torch", "transformers", "optimum", "converters"]
+ABSENT = ["onnx", "google", "ml_dtypes", "onnxruntime", "torch", "transformers", "optimum", "mlx_transmuter.converters"]
 
 RUN = """
 import json, sys
@@ -23,7 +23,7 @@ from pathlib import Path
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {absent}:
+        if name.split(".")[0] in {absent} or name in {absent}:
             raise ImportError(f"{{name}} is absent")
 
 sys.meta_path.insert(0, Absent())
@@ -44,7 +44,7 @@ prompts, new = json.loads(sys.stdin.read())
 model = mt.load(sys.argv[1])
 context = generation.context(model, max_new_tokens=new, do_sample=False)
 rows = generation.generate(generation.compile(context, len(prompts)), prompts, [0] * len(prompts))
-absent = [name for name in sys.modules if name.split(".")[0] in {absent}]
+absent = [name for name in sys.modules if name.split(".")[0] in {absent} or name in {absent}]
 print(json.dumps({{"file": mt.__file__, "tokens": [[token.id for token in row] for row in rows], "absent": absent}}))
 """
 
@@ -72,12 +72,13 @@ def run(wheel: zipfile.ZipFile, *args: str, text: str = "", **more: str) -> subp
     )
 
 
-def test_the_wheel_holds_both_packages_and_the_demo(wheel):
+def test_the_wheel_holds_the_package_with_its_converters_and_the_demo(wheel):
     names = set(wheel.namelist())
-    for package in ("mlx_transmuter", "converters"):
-        files = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
+    for package, place in (("mlx_transmuter", ""), ("converters", "mlx_transmuter/")):
+        files = {place + str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
         assert files
         assert files <= names
+    assert "mlx_transmuter/py.typed" in names
     demo = {str(path.relative_to(ROOT)) for path in (ROOT / "mlx_transmuter" / "demo").iterdir()}
     assert "mlx_transmuter/demo/model.onnx" in demo
     assert demo <= names
@@ -86,7 +87,7 @@ def test_the_wheel_holds_both_packages_and_the_demo(wheel):
 def test_the_wheel_holds_nothing_else(wheel):
     tops = {name.split("/")[0] for name in wheel.namelist()}
     (info,) = (top for top in tops if top.endswith(".dist-info"))
-    assert tops == {"mlx_transmuter", "converters", info}
+    assert tops == {"mlx_transmuter", info}
     assert not [name for name in wheel.namelist() if "__pycache__" in name or name.endswith((".pyc", ".orig", ".rej"))]
     assert sum(entry.file_size for entry in wheel.infolist()) < 8 * 2**20
 
@@ -123,6 +124,55 @@ def test_the_demo_of_the_wheel_speaks(wheel, tmp_path):
 
 def test_importing_the_package_is_quick_and_starts_nothing(wheel):
     """No import of the converter, of the hub's client or of a tokenizer's library, and no work for a device."""
-    script = "import sys, mlx_transmuter; print([n for n in ('onnx', 'converters', 'huggingface_hub', 'tokenizers', 'jinja2') if n in sys.modules])"
+    script = "import sys, mlx_transmuter; print([n for n in ('onnx', 'mlx_transmuter.converters', 'huggingface_hub', 'tokenizers', 'jinja2') if n in sys.modules])"
     done = run(wheel, "-c", script)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.fixture(scope="module")
+def editable(tmp_path_factory) -> Path:
+    """The folder that an editable install fills, as pip would: what it unpacks and what its .pth files add to the path."""
+    place = tmp_path_factory.mktemp("editable")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel:editable", "-d", str(place)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (file,) = place.glob("*.whl")
+    with zipfile.ZipFile(file) as archive:
+        archive.extractall(place / "site")
+    return place / "site"
+
+
+CONVERT = """
+import site, sys
+sys.path = [path for path in sys.path if path not in {hidden}]
+site.addsitedir({site})
+import mlx_transmuter.converters.pipeline, mlx_transmuter as mt
+print(mlx_transmuter.__file__)
+import converters
+assert converters.OWN, "the user's own module"
+for name in ("tests", "scripts"):
+    try:
+        __import__(name)
+    except ImportError:
+        continue
+    raise SystemExit(f"{{name}} can be imported")
+mt.convert(sys.argv[1], "out", progress=False)
+"""
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+@pytest.mark.parametrize("own", ["converters.py", "converters/__init__.py"])
+def test_a_user_may_have_converters_of_their_own(kind, own, wheel, editable, tmp_path):
+    (tmp_path / own).parent.mkdir(exist_ok=True)
+    (tmp_path / own).write_text("OWN = True\n")
+    site = Path(wheel.filename).parent / "site" if kind == "wheel" else editable
+    script = CONVERT.format(site=repr(str(site)), hidden=repr([str(ROOT), str(ROOT / "tests")]))
+    environment = {**os.environ, "PYTHONPATH": "", "MLX_DISABLE_COMPILE": "1", "HF_HUB_OFFLINE": "1"}
+    source = ROOT / "tests" / "fixtures" / "llama"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(source)],
+        cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "program.json").is_file()
+    home = site if kind == "wheel" else ROOT
+    assert Path(done.stdout.strip()).is_relative_to(home)

@@ -13,17 +13,18 @@ from decoding import rows_of, tokens_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_transmuter import generation, ops, sizes
-from mlx_transmuter.decoder import Decoder, DecoderError
+from mlx_transmuter import generation, ops
 from mlx_transmuter.generation import PromptCache
-from mlx_transmuter.generation.rows import prompt_parts
-from mlx_transmuter.ops import cached
+from mlx_transmuter.generation.row import prefill_chunks
+from mlx_transmuter.ops.mlx import pooled_attention
 from mlx_transmuter.program import Node
-from mlx_transmuter.sizes import Ring, bucket, near_columns, windows
+from mlx_transmuter.runtime import buckets
+from mlx_transmuter.runtime.buckets import Ring, attention_windows, choose_window_context, context_bucket
+from mlx_transmuter.runtime.decoder import Decoder, DecoderError
 
 WINDOWED = ["gemma3_genai", "mistral", "mistral_genai"]  # windows of 8 in all layers
 MIXED = ["gemma2", "gemma3_text", "gpt_neo", "gpt_oss"]  # in one of two
-LAYOUTS = {"runs": {}, "pages": {"paged": True}, "pages of 5": {"paged": True, "block": 5}}
+LAYOUTS = {"runs": {}, "pages": {"paged": True}, "pages of 5": {"paged": True, "block_size": 5}}
 TEXT = np.random.default_rng(11).integers(3, 60, 250).tolist()
 NEAR = 1e-4  # of the logits' spread, as the goldens have it
 
@@ -31,8 +32,8 @@ NEAR = 1e-4  # of the logits' spread, as the goldens have it
 @pytest.fixture
 def small(monkeypatch):
     """Rings of 16 slots for a window of 8, so that short texts go round them."""
-    monkeypatch.setattr(sizes, "SMALLEST_BUCKET", 16)
-    assert Ring.over(8) == (8, 16)
+    monkeypatch.setattr(buckets, "SMALLEST_BUCKET", 16)
+    assert Ring.for_window(8) == (8, 16)
 
 
 def truth(name: str, text: list[int]) -> np.ndarray:
@@ -62,22 +63,22 @@ def test_every_logit_of_a_long_text_is_onnxruntimes(name, pages, loaded):
     decoder = Decoder(loaded(name).decoder, 2)
     assert decoder.ring == (8, 64)
     wanted = truth(name, TEXT)
-    run = decoder.begin([250, 250], **pages)
+    run = decoder.begin_session([250, 250], **pages)
     held, columns = [], []
-    for part in [*prompt_parts(100, run.largest), *[1] * 150]:
+    for part in [*prefill_chunks(100, run.max_step_tokens), *[1] * 150]:
         at = run.lengths.tolist()
         counts = [min(part, 250 - at[0]), min(max(1, part // 2), 250 - at[1])]
         tokens = [(TEXT[start : start + count] + [0] * part)[:part] for start, count in zip(at, counts, strict=True)]
-        columns.append(run._columns(int((run.lengths + counts).max()), part).context)
+        columns.append(run._step_columns(int((run.lengths + counts).max()), part).context)
         logits = run.step(np.array(tokens, np.int32), counts)
         for row in range(2):
             checked(run, wanted, row, logits)
-        held.append(run.slots.slots - run.slots.free_slots if pages else 2 * run.store.span)
+        held.append(run.block_manager.num_slots - run.block_manager.free_slots if pages else 2 * run.kv_cache.head_span)
     assert max(columns) == 64
-    block = pages.get("block", 1)
+    block = pages.get("block_size", 1)
     assert max(held) <= 2 * (64 + 2 * block)
     assert held[-1] <= (2 * (8 + 1 + 2 * block) if pages else 2 * 64)
-    assert run.pools.slots <= 2 * (64 + 2 * block)
+    assert run.pools.num_slots <= 2 * (64 + 2 * block)
     run.close()
 
 
@@ -87,13 +88,15 @@ def test_every_logit_of_a_long_text_is_onnxruntimes(name, pages, loaded):
 def test_layers_with_a_window_read_it_alone_and_every_logit_is_onnxruntimes(name, pages, loaded, monkeypatch):
     """Steps of several tokens too, in rows of two lengths."""
     widths: list[int] = []
-    of = cached._of
-    monkeypatch.setattr(cached, "_of", lambda index, seen: widths.append(seen.shape[-1]) or of(index, seen))
+    of = pooled_attention._layer_index
+    monkeypatch.setattr(
+        pooled_attention, "_layer_index", lambda index, seen: widths.append(seen.shape[-1]) or of(index, seen)
+    )
     decoder = Decoder(loaded(name).decoder, 2)
-    assert (decoder.ring, decoder.window) == (None, 8)
+    assert (decoder.ring, decoder.max_window) == (None, 8)
     wanted = truth(name, TEXT)
-    run = decoder.begin([250, 250], **pages)
-    for part in [*prompt_parts(100), 8, 9, *[1] * 133]:
+    run = decoder.begin_session([250, 250], **pages)
+    for part in [*prefill_chunks(100), 8, 9, *[1] * 133]:
         at = run.lengths.tolist()
         counts = [min(part, 250 - at[0]), min(max(1, part // 2), 250 - at[1])]
         tokens = [(TEXT[start : start + count] + [0] * part)[:part] for start, count in zip(at, counts, strict=True)]
@@ -103,7 +106,7 @@ def test_layers_with_a_window_read_it_alone_and_every_logit_is_onnxruntimes(name
             checked(run, wanted, row, logits)
         assert len(widths) == 2  # one layer of each kind
         if part == 1:
-            context = bucket(int(run.lengths.max()))
+            context = context_bucket(int(run.lengths.max()))
             assert sorted(widths) == [16, context]
     run.close()
 
@@ -115,9 +118,9 @@ def test_forks_and_guesses_past_many_windows_are_onnxruntimes(name, loaded):
     draw = np.random.default_rng(3)
     module = loaded(name).decoder
     texts = [draw.integers(3, 60, 90).tolist() for _ in range(3)]
-    run = Decoder(module, 3).begin([140] * 3, paged=True)
+    run = Decoder(module, 3).begin_session([140] * 3, paged=True)
     known = [text[:20] for text in texts]
-    for part in prompt_parts(20, run.largest):
+    for part in prefill_chunks(20, run.max_step_tokens):
         at = int(run.lengths[0])
         run.evaluate(run.step(np.array([text[at : at + part] for text in texts], np.int32), [part] * 3))
     for turn in range(20):
@@ -132,7 +135,7 @@ def test_forks_and_guesses_past_many_windows_are_onnxruntimes(name, loaded):
         else:  # node 0, two after it, and one after the second
             tokens = draw.integers(3, 60, (3, 4)).astype(np.int32)
             sees = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
-            logits = run.draft(tokens, np.stack([sees] * 3), np.array([[0, 1, 1, 2]] * 3))
+            logits = run.verify_draft(tokens, np.stack([sees] * 3), np.array([[0, 1, 1, 2]] * 3))
             paths = [[[0], [0, 1], [0, 2, 3]][draw.integers(0, 3)] for _ in range(3)]
             trees = [[*text, *row[path].tolist()] for text, row, path in zip(known, tokens, paths, strict=True)]
         run.evaluate(logits)
@@ -143,8 +146,8 @@ def test_forks_and_guesses_past_many_windows_are_onnxruntimes(name, loaded):
             found = ops.to_host(logits[row, path[-1] if not turn % 2 else 0])
             assert np.abs(found - wanted).max() <= NEAR * np.ptp(wanted)
         known = trees
-        assert run.slots.slots - run.slots.free_slots <= 3 * (8 + 4)
-    assert run.copies == 0
+        assert run.block_manager.num_slots - run.block_manager.free_slots <= 3 * (8 + 4)
+    assert run.copied_slots == 0
     assert run.lengths.min() > 2 * 16
 
 
@@ -211,7 +214,7 @@ def test_texts_are_those_of_a_cache_that_keeps_and_reads_everything(name, option
     ctx = generation.context(model, **{**plain, "prefill_step_size": step, **options})
     gen, all_kept = generation.compile(ctx, len(lengths)), generation.compile(ctx, len(lengths))
     for each in (all_kept.decoder, *([all_kept.assistant.decoder] if all_kept.assistant else [])):
-        each.ring = each.window = None
+        each.ring = each.max_window = None
     prompts = [TEXT[:length] for length in lengths]
     wanted = generated(all_kept, prompts)
     if cached is None:
@@ -228,35 +231,35 @@ def test_several_prompts_in_a_lane_go_on_in_rings(loaded):
     model = loaded("mistral")
     ctx = generation.context(model, max_new_tokens=30, eos_token_id=None, do_sample=False, token_logprobs=True)
     gen, all_kept = (generation.compile(ctx, 6) for _ in range(2))
-    all_kept.decoder.ring = all_kept.decoder.window = None
+    all_kept.decoder.ring = all_kept.decoder.max_window = None
     for lengths, packs in (((9, 2, 1, 3, 1, 2), True), ((10, 2, 1, 3, 1, 2), False)):
         prompts = [TEXT[i : i + n] for i, n in enumerate(lengths)]
         same(generated(gen, prompts), generated(all_kept, prompts))
-        assert any(key[0] == "packed" for key in gen.decoder._compiled) == packs or not packs
-    run = gen.decoder.begin([40] * 6)
+        assert any(key[0] == "packed" for key in gen.decoder._compiled_functions) == packs or not packs
+    run = gen.decoder.begin_session([40] * 6)
     with pytest.raises(DecoderError, match="at most 9 each"):
-        run.packed([TEXT[:10], [], [], [], [], []], 10)
+        run.prefill_packed([TEXT[:10], [], [], [], [], []], 10)
 
 
 @pytest.mark.parametrize("pages", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_row_is_set_back_while_its_window_is_there(pages, loaded):
     decoder, wanted = Decoder(loaded("mistral").decoder, 1), truth("mistral", TEXT)
-    run = decoder.begin([250], **pages)
+    run = decoder.begin_session([250], **pages)
     at = 0
-    for part in prompt_parts(200, run.largest):
+    for part in prefill_chunks(200, run.max_step_tokens):
         run.evaluate(run.step(np.array([TEXT[at : at + part]], np.int32), [part]))
         at += part
-    least = 200 - run.ring.step if not pages else int(run._first()[0]) + 7
+    least = 200 - run.ring.max_step_tokens if not pages else int(run._first_positions()[0]) + 7
     with pytest.raises(DecoderError, match="a window of 8 tokens before"):
-        run.back([least - 1])
+        run.truncate([least - 1])
     wrong = np.array([[7] * (200 - least)], np.int32)
-    run.back([max(least, 195)])
+    run.truncate([max(least, 195)])
     with pytest.raises(DecoderError, match="a window of 8 tokens before"):
-        run.back([least - 1])
-    run.back([least])
+        run.truncate([least - 1])
+    run.truncate([least])
     if wrong.size:
         run.evaluate(run.step(wrong, [wrong.size]))
-        run.back([least])
+        run.truncate([least])
     for token in TEXT[least : least + 30]:
         checked(run, wanted, 0, run.step(np.array([[token]], np.int32), [1]))
 
@@ -265,52 +268,52 @@ def test_a_row_is_set_back_while_its_window_is_there(pages, loaded):
 @pytest.mark.parametrize("pages", LAYOUTS.values(), ids=LAYOUTS)
 def test_steps_and_slots_stay_what_they_are_however_long_a_row_gets(pages, loaded):
     decoder = Decoder(loaded("mistral").decoder, 1, max_positions=2**20)
-    run = decoder.begin([2**20], **pages)
+    run = decoder.begin_session([2**20], **pages)
     size = sum(pool.nbytes for pool in run.pools.arrays)
-    assert size < 3 * 64 * run.store.slot_bytes
+    assert size < 3 * 64 * run.kv_cache.slot_nbytes
     seen = []
     for count in (100, 300):
         for _ in range(count):
             run.evaluate(run.step(np.array([[5]], np.int32), [1]))
-        seen.append((decoder.compilations, run.slots.free_slots, run._columns(int(run.lengths[0]) + 1, 1)))
+        seen.append((decoder.compilations, run.block_manager.free_slots, run._step_columns(int(run.lengths[0]) + 1, 1)))
     assert seen[0] == seen[1]
     assert seen[0][2] == (64, True, 0)
     assert decoder.compilations == 2  # of the ring before it is full, and after
 
 
 def test_a_step_of_more_tokens_than_a_ring_takes_is_refused(loaded):
-    run = Decoder(loaded("mistral").decoder, 1).begin([200])
-    assert run.largest == 57
+    run = Decoder(loaded("mistral").decoder, 1).begin_session([200])
+    assert run.max_step_tokens == 57
     with pytest.raises(DecoderError, match="a step of 65 tokens over a window of 8; expected at most 57"):
         run.step(np.array([TEXT[:65]], np.int32), [65])
-    assert Decoder(loaded("mistral").decoder, 1).begin([64]).largest is None  # no row outgrows it
+    assert Decoder(loaded("mistral").decoder, 1).begin_session([64]).max_step_tokens is None  # no row outgrows it
 
 
 def test_only_decoders_without_a_layer_that_sees_everything_have_a_ring(loaded):
     decoders = {name: Decoder(loaded(name).decoder, 1) for name in NAMES}
     assert [name for name, decoder in decoders.items() if decoder.ring] == WINDOWED
-    assert [name for name, decoder in decoders.items() if decoder.window and not decoder.ring] == MIXED
+    assert [name for name, decoder in decoders.items() if decoder.max_window and not decoder.ring] == MIXED
 
 
 def test_a_program_with_an_odd_window_has_no_ring(loaded):
     program = loaded("mistral").decoder.program
-    assert windows(program) == {8}
+    assert attention_windows(program) == {8}
     for window in ("8", 0, -3, None):
         nodes = [
             replace(node, attrs={"window": window}) if node.op == "mlx.visible" else node for node in program.nodes
         ]
-        assert 0 in windows(replace(program, nodes=tuple(nodes)))
+        assert 0 in attention_windows(replace(program, nodes=tuple(nodes)))
     short = Node("mlx.attention", ("q",), ("o",))
-    assert windows(replace(program, nodes=(*program.nodes, short))) == {0, 8}
+    assert attention_windows(replace(program, nodes=(*program.nodes, short))) == {0, 8}
 
 
 @pytest.mark.parametrize(
     ("window", "slots"), [(1, 64), (32, 64), (33, 128), (512, 640), (2047, 2560), (4096, 5120), (131072, 163840)]
 )
 def test_a_ring_has_a_quarter_more_than_its_window(window, slots):
-    ring = Ring.over(window)
+    ring = Ring.for_window(window)
     assert ring == (window, slots)
-    assert ring.step >= max(32, window // 4)
+    assert ring.max_step_tokens >= max(32, window // 4)
 
 
 @pytest.mark.parametrize(
@@ -328,4 +331,4 @@ def test_a_ring_has_a_quarter_more_than_its_window(window, slots):
 )
 def test_a_window_is_read_alone_where_that_is_less(window, seq, context, paged, columns):
     """Columns that are gathered cost about four of a run's, which are read as they lie, and one of a page's."""
-    assert near_columns(window, seq, context, paged) == columns
+    assert choose_window_context(window, seq, context, paged) == columns

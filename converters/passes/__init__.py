@@ -30,83 +30,97 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from converters.match import Graph, Record, Rewrite, apply, renamed
-from converters.passes.attention import attention
-from converters.passes.chosen import chosen
-from converters.passes.embedding import embedding
-from converters.passes.experts import experts
-from converters.passes.flat import flat
-from converters.passes.fold import fold
-from converters.passes.gates import gates
-from converters.passes.group_query import group_query
-from converters.passes.grouped import grouped
-from converters.passes.heads import heads
-from converters.passes.integers import integers
-from converters.passes.joined import joined
-from converters.passes.last import last
-from converters.passes.linear import linear
-from converters.passes.narrow import narrow
-from converters.passes.norms import norms
-from converters.passes.opened import opened
-from converters.passes.parted import parted
-from converters.passes.positions import positions
-from converters.passes.quantized import quantized
-from converters.passes.residual import residual
-from converters.passes.rotary import rotary
-from converters.passes.same import same
-from converters.passes.settle import settle
-from converters.passes.stored import stored
-from converters.passes.together import together
-from converters.passes.unpacked import unpacked
+from mlx_transmuter.converters.graph.graph_view import GraphView, Rewrite, RewriteRecord, apply_rewrite, rename_values
+from mlx_transmuter.converters.passes.attention.extract_attention_projections import extract_attention_projections
+from mlx_transmuter.converters.passes.attention.fuse_head_reshapes import fuse_head_reshapes
+from mlx_transmuter.converters.passes.attention.fuse_qkv_heads import fuse_qkv_heads
+from mlx_transmuter.converters.passes.attention.group_query_attention import lower_group_query_attention
+from mlx_transmuter.converters.passes.attention.pooled_attention import fuse_pooled_attention
+from mlx_transmuter.converters.passes.attention.rotary import fuse_rotary_embedding
+from mlx_transmuter.converters.passes.layers.dequantized_weights import absorb_dequantize_linear
+from mlx_transmuter.converters.passes.layers.drop_row_reshapes import drop_row_reshapes
+from mlx_transmuter.converters.passes.layers.embedding import make_embedding_layers
+from mlx_transmuter.converters.passes.layers.fuse_activations import fuse_activations
+from mlx_transmuter.converters.passes.layers.fuse_norms import fuse_rms_norm
+from mlx_transmuter.converters.passes.layers.fuse_residual import fuse_residual_add
+from mlx_transmuter.converters.passes.layers.linear import make_linear_layers
+from mlx_transmuter.converters.passes.layers.matmul_nbits import make_block_quantized_layers
+from mlx_transmuter.converters.passes.layers.merge_projections import merge_projections
+from mlx_transmuter.converters.passes.logits.last_token_logits import gather_last_token_logits
+from mlx_transmuter.converters.passes.moe.contrib_moe import expand_contrib_moe
+from mlx_transmuter.converters.passes.moe.dense_experts import make_experts_dense
+from mlx_transmuter.converters.passes.moe.sorted_experts import stack_sorted_experts
+from mlx_transmuter.converters.passes.moe.switch_experts import make_switch_experts
+from mlx_transmuter.converters.passes.simplify.eliminate_common_subexpressions import eliminate_common_subexpressions
+from mlx_transmuter.converters.passes.simplify.expose_positions import expose_positions
+from mlx_transmuter.converters.passes.simplify.fold_constants import fold_constants
+from mlx_transmuter.converters.passes.simplify.fold_static_shapes import fold_static_shapes
+from mlx_transmuter.converters.passes.simplify.fold_weight_transforms import fold_weight_transforms
+from mlx_transmuter.converters.passes.simplify.half_precision_cache import use_half_precision_cache
+from mlx_transmuter.converters.passes.simplify.slices_to_split import fuse_slices_into_split
 from mlx_transmuter.program import Program
-from mlx_transmuter.signature import ENDS, INDEX, LANES, OPTIONAL, TOKENS
+from mlx_transmuter.program.signature import (
+    CACHE_INDEX_INPUT,
+    HEAD_INDEX_INPUT,
+    LOGIT_INDICES_INPUT,
+    OPTIONAL_INPUTS,
+    TOKEN_INPUTS,
+)
 
 # What leaves past and present as they are, and what makes pools of them.
-IN_GRAPH: tuple[Rewrite, ...] = (
-    fold,
-    experts,
-    grouped,
-    positions,
-    narrow,
-    settle,
-    same,
-    stored,
-    unpacked,
-    integers,
-    embedding,
-    linear,
-    quantized,
-    opened,
-    flat,
-    chosen,
-    joined,
-    norms,
-    rotary,
-    gates,
-    parted,
-    residual,
+GRAPH_REWRITES: tuple[Rewrite, ...] = (
+    fold_constants,
+    make_experts_dense,
+    stack_sorted_experts,
+    expose_positions,
+    use_half_precision_cache,
+    fold_static_shapes,
+    eliminate_common_subexpressions,
+    fold_weight_transforms,
+    extract_attention_projections,
+    absorb_dequantize_linear,
+    make_embedding_layers,
+    make_linear_layers,
+    make_block_quantized_layers,
+    expand_contrib_moe,
+    drop_row_reshapes,
+    make_switch_experts,
+    merge_projections,
+    fuse_rms_norm,
+    fuse_rotary_embedding,
+    fuse_activations,
+    fuse_slices_into_split,
+    fuse_residual_add,
 )
 # Those that take sizes which depend on values out of a step: where one is made, the graph itself runs eagerly.
-BY_VALUES = ("experts", "grouped")
-OVER_POOLS: tuple[Rewrite, ...] = (attention, group_query, last, heads, together)
+DATA_DEPENDENT_REWRITES = (make_experts_dense.__name__, stack_sorted_experts.__name__)
+POOL_REWRITES: tuple[Rewrite, ...] = (
+    fuse_pooled_attention,
+    lower_group_query_attention,
+    gather_last_token_logits,
+    fuse_head_reshapes,
+    fuse_qkv_heads,
+)
 
 
-def rewrite(program: Program, order: tuple[Rewrite, ...]) -> tuple[Program, list[Record]]:
+def apply_rewrites(program: Program, rewrites: tuple[Rewrite, ...]) -> tuple[Program, list[RewriteRecord]]:
     """The program after the rewrites of `order`, without inputs that nothing reads any more; what each rewrite did."""
     given = {name for node in program.nodes for name in node.outputs}
     # A value of the graph may have a name that an input of a program over pools has: dynamo's exports call one "index".
-    program = renamed(program, {name: f"{name}.value" for name in given & {INDEX, LANES, ENDS}})
-    records, graph = [], Graph(program)
-    for one in order:
-        program, record = apply(program, one, graph)
+    program = rename_values(
+        program, {name: f"{name}.value" for name in given & {CACHE_INDEX_INPUT, HEAD_INDEX_INPUT, LOGIT_INDICES_INPUT}}
+    )
+    records, graph = [], GraphView(program)
+    for one in rewrites:
+        program, record = apply_rewrite(program, one, graph)
         records.append(record)
         if program is not graph.program:
-            graph = Graph(program, graph)
-    known = {*OPTIONAL, *TOKENS}  # what is carried stays, also where nothing reads it
-    read = {name for node in program.nodes for name in node.reads()} | {value.name for value in program.outputs}
+            graph = GraphView(program, graph)
+    known = {*OPTIONAL_INPUTS, *TOKEN_INPUTS}  # what is carried stays, also where nothing reads it
+    read = {name for node in program.nodes for name in node.all_inputs()} | {value.name for value in program.outputs}
     return replace(
         program, inputs=tuple(value for value in program.inputs if value.name in read or value.name not in known)
     ), records
 
 
-__all__ = ["BY_VALUES", "IN_GRAPH", "OVER_POOLS", "rewrite"]
+__all__ = ["DATA_DEPENDENT_REWRITES", "GRAPH_REWRITES", "POOL_REWRITES", "apply_rewrites"]

@@ -1,11 +1,21 @@
 """The cache: where tokens sit (CacheIndex), the arrays (Pools), who owns which slot (Slots), both (Store)."""
 
-from mlx_transmuter.cache.error import CacheError
+from mlx_transmuter.cache.block_manager import BlockManager
+from mlx_transmuter.cache.errors import CacheError
+from mlx_transmuter.cache.hybrid_index import HybridIndex
 from mlx_transmuter.cache.index import CacheIndex
-from mlx_transmuter.cache.layered import Layered
-from mlx_transmuter.cache.packing import PackedPool, Packing
-from mlx_transmuter.cache.pool import Pools
-from mlx_transmuter.cache.slots import Slots
-from mlx_transmuter.cache.store import Kind, Store
+from mlx_transmuter.cache.kv_cache import KVCache, PoolSpec
+from mlx_transmuter.cache.pools import Pools
+from mlx_transmuter.cache.quantized_pool import QuantizedFormat, QuantizedPool
 
-__all__ = ["CacheError", "CacheIndex", "Kind", "Layered", "PackedPool", "Packing", "Pools", "Slots", "Store"]
+__all__ = [
+    "BlockManager",
+    "CacheError",
+    "CacheIndex",
+    "HybridIndex",
+    "KVCache",
+    "PoolSpec",
+    "Pools",
+    "QuantizedFormat",
+    "QuantizedPool",
+]

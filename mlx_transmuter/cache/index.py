@@ -9,11 +9,20 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_transmuter.cache import columns as see
-from mlx_transmuter.cache import lanes
-from mlx_transmuter.cache.error import INT32_MAX, CacheError, block_sizes, booleans, integer, integers, lengths, pairs
-from mlx_transmuter.cache.storage import read_rows, read_runs, store_rows, zeroed
-from mlx_transmuter.cache.structure import Signature, fields, walked
+from mlx_transmuter.cache import head_index
+from mlx_transmuter.cache import visibility as see
+from mlx_transmuter.cache.errors import (
+    INT32_MAX,
+    CacheError,
+    as_bool,
+    as_int32,
+    check_every_sizes,
+    check_integer,
+    check_lengths,
+    check_pairs,
+)
+from mlx_transmuter.cache.pool_storage import read_rows, view_runs, write_rows, zero_unseen
+from mlx_transmuter.cache.structure import IndexSignature, fields_from_walk, walk_index
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -54,20 +63,20 @@ class CacheIndex:
     stores what a whole index sees. `store` and `read` are the two halves of `extend`.
     """
 
-    _case: str  # "tabled", "whole" or "packed"
-    _pos: mx.array  # int32 [batch, seq]
-    _table: mx.array | None = None  # int32 [rows, context]
-    _row: mx.array | None = None  # int32 [batch]
-    _blocks: tuple[tuple[int, mx.array], ...] = ()  # (m, int32 [rows, context_m])
-    _every: int = 1
-    _window: int | None = None
-    _columns: mx.array | None = None  # int32 [batch, seq, k]
-    _slots: mx.array | None = None  # int32 [batch, seq], of a draft, or of a whole index that keeps its tokens
-    _sees: mx.array | None = None  # bool [batch, seq, seq], of a draft
-    _stride: int | None = None  # row r of the table is the run of slots from r · stride
-    _narrowed: bool = False  # ... and walk says so
-    _spare: int | None = None  # the row of the pool where what is stored nowhere goes
-    _ring: bool = False  # the columns come round again
+    kind: str  # "tabled", "whole" or "packed"
+    token_positions: mx.array  # int32 [batch, seq]
+    table: mx.array | None = None  # int32 [rows, context]
+    table_row: mx.array | None = None  # int32 [batch]
+    every_tables: tuple[tuple[int, mx.array], ...] = ()  # (m, int32 [rows, context_m])
+    positions_per_column: int = 1
+    window_size: int | None = None
+    selected_columns: mx.array | None = None  # int32 [batch, seq, k]
+    store_slots: mx.array | None = None  # int32 [batch, seq], of a draft, or of a whole index that keeps its tokens
+    draft_mask: mx.array | None = None  # bool [batch, seq, seq], of a draft
+    run_stride: int | None = None  # row r of the table is the run of slots from r · stride
+    run_in_signature: bool = False  # ... and walk says so
+    spare_row: int | None = None  # the row of the pool where what is stored nowhere goes
+    is_ring: bool = False  # the columns come round again
 
     # Constructors
 
@@ -82,16 +91,16 @@ class CacheIndex:
 
         Raises CacheError for a wrong shape, an empty axis, an m below 2 or given twice.
         """
-        pos = integers("CacheIndex.make: pos", pos, ["batch", "seq"])
-        table = integers("CacheIndex.make: table", table, ["rows", "context"])
+        pos = as_int32("CacheIndex.make: pos", pos, ["batch", "seq"])
+        table = as_int32("CacheIndex.make: table", table, ["rows", "context"])
         if row is not None:
-            row = integers("CacheIndex.make: row", row, [pos.shape[0]])
+            row = as_int32("CacheIndex.make: row", row, [pos.shape[0]])
         elif table.shape[0] != pos.shape[0]:
             raise CacheError("CacheIndex.make: table", f"{table.shape[0]} rows", f"{pos.shape[0]}, one a lane, or row")
-        named = pairs("CacheIndex.make: every", every)
-        sizes = block_sizes("CacheIndex.make: every", [m for m, _ in named])
+        named = check_pairs("CacheIndex.make: every", every)
+        sizes = check_every_sizes("CacheIndex.make: every", [m for m, _ in named])
         shape = [table.shape[0], "context_m"]
-        tables = [integers(f"CacheIndex.make: blocks of {m}", blocks, shape) for m, blocks in named]
+        tables = [as_int32(f"CacheIndex.make: blocks of {m}", blocks, shape) for m, blocks in named]
         return cls("tabled", pos, table, row, tuple(zip(sizes, tables, strict=True)))
 
     @classmethod
@@ -104,17 +113,17 @@ class CacheIndex:
 
         Raises CacheError without a lane, for a context below 1, a length outside 0 to context, an m below 2 or twice.
         """
-        context = integer("CacheIndex.rows: context", context, 1)
-        lens = lengths("CacheIndex.rows: lens", lens, context)
+        context = check_integer("CacheIndex.rows: context", context, 1)
+        lens = check_lengths("CacheIndex.rows: lens", lens, context)
         if not lens:
             raise CacheError("CacheIndex.rows: lens", "no lane", "one length a lane")
         if len(lens) * context > INT32_MAX:
             slots = f"{len(lens)} runs of {context} slots"
             raise CacheError("CacheIndex.rows: context", slots, f"at most {INT32_MAX} slots, which int32 can number")
-        sizes = block_sizes("CacheIndex.rows: every", every)
-        blocks = tuple((m, see.runs(len(lens), -(-context // m))) for m in sizes)
-        pos = see.left_padded([[n] for n in lens], max(1, *lens))
-        return cls("tabled", pos, see.runs(len(lens), context), None, blocks, _stride=context)
+        sizes = check_every_sizes("CacheIndex.rows: every", every)
+        blocks = tuple((m, see.contiguous_table(len(lens), -(-context // m))) for m in sizes)
+        pos = see.left_padded_positions([[n] for n in lens], max(1, *lens))
+        return cls("tabled", pos, see.contiguous_table(len(lens), context), None, blocks, run_stride=context)
 
     @classmethod
     def whole(cls, batch: int, seq: int, lens: Any = None) -> CacheIndex:
@@ -123,12 +132,12 @@ class CacheIndex:
         With lens, lane b holds lens[b] tokens, padded on the left. Raises CacheError for a batch or seq below 1, or a
         length that doesn't fit.
         """
-        batch = integer("CacheIndex.whole: batch", batch, 1)
-        seq = integer("CacheIndex.whole: seq", seq, 1)
-        lens = [seq] * batch if lens is None else lengths("CacheIndex.whole: lens", lens, seq)
+        batch = check_integer("CacheIndex.whole: batch", batch, 1)
+        seq = check_integer("CacheIndex.whole: seq", seq, 1)
+        lens = [seq] * batch if lens is None else check_lengths("CacheIndex.whole: lens", lens, seq)
         if len(lens) != batch:
             raise CacheError("CacheIndex.whole: lens", f"{len(lens)} lengths", f"{batch}, one a lane")
-        return cls("whole", see.left_padded([[n] for n in lens], seq))
+        return cls("whole", see.left_padded_positions([[n] for n in lens], seq))
 
     @classmethod
     def packed(cls, seq: int, lens: Any) -> CacheIndex:
@@ -137,22 +146,22 @@ class CacheIndex:
         Lanes are padded on the left to seq. A token sees those of its own sequence, at or before it, alone. Raises
         CacheError without a lane, for a seq below 1, a negative length, or a lane of more than seq tokens.
         """
-        seq = integer("CacheIndex.packed: seq", seq, 1)
+        seq = check_integer("CacheIndex.packed: seq", seq, 1)
         if not hasattr(lens, "__iter__"):
             raise CacheError("CacheIndex.packed: lens", repr(lens), "the lengths of each lane's sequences")
-        lanes = [lengths(f"CacheIndex.packed: lens[{b}]", lane, seq) for b, lane in enumerate(lens)]
+        lanes = [check_lengths(f"CacheIndex.packed: lens[{b}]", lane, seq) for b, lane in enumerate(lens)]
         if not lanes:
             raise CacheError("CacheIndex.packed: lens", "no lane", "the lengths of each lane's sequences")
         for b, lane in enumerate(lanes):
             if sum(lane) > seq:
                 raise CacheError(f"CacheIndex.packed: lens[{b}]", f"{sum(lane)} tokens", f"at most seq = {seq}")
-        return cls("packed", see.left_padded(lanes, seq))
+        return cls("packed", see.left_padded_positions(lanes, seq))
 
     # Other readings of the same tokens
 
     def window(self, w: int) -> CacheIndex:
         """The index whose tokens see only the last w ≥ 1 positions up to their own, in place of the window it had."""
-        return replace(self, _window=integer("CacheIndex.window", w, 1))
+        return replace(self, window_size=check_integer("CacheIndex.window", w, 1))
 
     def select(self, columns: Any) -> CacheIndex:
         """The index whose tokens read only the columns they choose, int32 [batch, seq, k], in that order.
@@ -162,9 +171,11 @@ class CacheIndex:
         whole index a column is a token of the lane, or under every a block. Replaces the selection it had. Raises
         CacheError for another shape, k = 0, or a draft.
         """
-        if self._sees is not None or self._ring:
-            raise CacheError("CacheIndex.select", "a ring" if self._ring else "a draft", "an index without one")
-        return replace(self, _columns=integers("CacheIndex.select: columns", columns, [self.batch, self.seq, "k"]))
+        if self.draft_mask is not None or self.is_ring:
+            raise CacheError("CacheIndex.select", "a ring" if self.is_ring else "a draft", "an index without one")
+        return replace(
+            self, selected_columns=as_int32("CacheIndex.select: columns", columns, [self.batch, self.seq, "k"])
+        )
 
     def draft(self, slots: Any, sees: Any) -> CacheIndex:
         """The index whose tokens are a draft to verify in one call, such as a tree of guesses.
@@ -179,22 +190,24 @@ class CacheIndex:
         Replaces the draft it had. Raises CacheError for another shape, or an index that is whole, reads blocks or
         selects.
         """
-        if self._case != "tabled" or self._every != 1 or self._columns is not None:
+        if self.kind != "tabled" or self.positions_per_column != 1 or self.selected_columns is not None:
             raise CacheError("CacheIndex.draft", repr(self), "an index over a table, without blocks or a selection")
-        slots = integers("CacheIndex.draft: slots", slots, [self.batch, self.seq])
+        slots = as_int32("CacheIndex.draft: slots", slots, [self.batch, self.seq])
         return replace(
-            self, _slots=slots, _sees=booleans("CacheIndex.draft: sees", sees, [self.batch, self.seq, self.seq])
+            self,
+            store_slots=slots,
+            draft_mask=as_bool("CacheIndex.draft: sees", sees, [self.batch, self.seq, self.seq]),
         )
 
-    def keep(self, slots: Any) -> CacheIndex:
+    def store_at(self, slots: Any) -> CacheIndex:
         """The whole or packed index whose tokens are stored too, at slots int32 [batch, seq] (-1: nowhere).
 
         What is seen stays values, and extend's pool' has them at the slots. So prompts that begin, several in a lane,
         run once for all. Raises CacheError for another shape, or an index that is over a table or reads blocks.
         """
-        if self._table is not None or self._every != 1:
+        if self.table is not None or self.positions_per_column != 1:
             raise CacheError("CacheIndex.keep", repr(self), "a whole or packed index, not in blocks")
-        return replace(self, _slots=integers("CacheIndex.keep: slots", slots, [self.batch, self.seq]))
+        return replace(self, store_slots=as_int32("CacheIndex.keep: slots", slots, [self.batch, self.seq]))
 
     def every(self, m: int) -> CacheIndex:
         """The index read in blocks of m positions, for a layer that keeps one entry per block (law 1).
@@ -205,18 +218,23 @@ class CacheIndex:
         does. every(m) of an index in blocks of m is itself. Raises CacheError for an m below 1 and, unless it is that,
         for an index in blocks of another size, with a selection or a draft, packed, or without a table of blocks of m.
         """
-        m = integer("CacheIndex.every", m, 1)
-        if m == self._every:
+        m = check_integer("CacheIndex.every", m, 1)
+        if m == self.positions_per_column:
             return self
-        if self._every != 1 or self._columns is not None or self._slots is not None or self._case == "packed":
+        if (
+            self.positions_per_column != 1
+            or self.selected_columns is not None
+            or self.store_slots is not None
+            or self.kind == "packed"
+        ):
             raise CacheError(
                 f"CacheIndex.every({m})", repr(self), "an index of positions, unpacked, no selection or draft"
             )
-        if self._case == "tabled" and m not in dict(self._blocks):
+        if self.kind == "tabled" and m not in dict(self.every_tables):
             raise CacheError(
-                "CacheIndex.every", m, f"one of the tables of blocks it has: {[m for m, _ in self._blocks]}"
+                "CacheIndex.every", m, f"one of the tables of blocks it has: {[m for m, _ in self.every_tables]}"
             )
-        return replace(self, _every=m)
+        return replace(self, positions_per_column=m)
 
     def advance(self) -> CacheIndex:
         """The index of the next token of every lane: one past the lane's greatest position, padding at 0.
@@ -224,23 +242,23 @@ class CacheIndex:
         Keeps window and every, drops selection and draft. Where two lanes name one sequence this isn't the sequence's
         next position: make the index there. Raises CacheError on a whole index.
         """
-        if self._case != "tabled":
+        if self.kind != "tabled":
             raise CacheError("CacheIndex.advance", repr(self), "an index over a table: a whole one keeps nothing")
-        after = mx.maximum(self._at.max(axis=1, keepdims=True), -1) + 1
-        return replace(self, _pos=after, _columns=None, _slots=None, _sees=None)
+        after = mx.maximum(self.effective_positions.max(axis=1, keepdims=True), -1) + 1
+        return replace(self, token_positions=after, selected_columns=None, store_slots=None, draft_mask=None)
 
-    def at(self, pos: Any) -> CacheIndex:
+    def with_positions(self, pos: Any) -> CacheIndex:
         """The index of other tokens of these lanes, at positions pos int32 [batch, seq], without selection and draft.
 
         The constructors of runs place tokens by their number; a step that continues some of them places its own. Raises
         CacheError for another number of lanes, or on a whole index, whose tokens are its columns.
         """
-        if self._table is None:
+        if self.table is None:
             raise CacheError("CacheIndex.at", repr(self), "an index over a table")
-        pos = integers("CacheIndex.at: pos", pos, [self.batch, "seq"])
-        return replace(self, _pos=pos, _columns=None, _slots=None, _sees=None)
+        pos = as_int32("CacheIndex.at: pos", pos, [self.batch, "seq"])
+        return replace(self, token_positions=pos, selected_columns=None, store_slots=None, draft_mask=None)
 
-    def narrow(self, context: int) -> CacheIndex:
+    def limit_context(self, context: int) -> CacheIndex:
         """The index that reads only the first `context` columns; the caller promises that positions fit.
 
         A token past them stores nothing. Tables of blocks of m keep the ⌈context / m⌉ blocks those positions need. An
@@ -248,13 +266,15 @@ class CacheIndex:
         index walks as any table of its shape and reads by gathers once it is rebuilt. Raises CacheError for a context
         outside 1 to the table's, or a whole index.
         """
-        if self._table is None or self._ring:
+        if self.table is None or self.is_ring:
             raise CacheError("CacheIndex.narrow", repr(self), "an index over a table, no ring")
-        context = integer("CacheIndex.narrow", context, 1, self._table.shape[1])
-        blocks = tuple((m, table[:, : -(-context // m)]) for m, table in self._blocks)
-        return replace(self, _table=self._table[:, :context], _blocks=blocks, _narrowed=self._stride is not None)
+        context = check_integer("CacheIndex.narrow", context, 1, self.table.shape[1])
+        blocks = tuple((m, table[:, : -(-context // m)]) for m, table in self.every_tables)
+        return replace(
+            self, table=self.table[:, :context], every_tables=blocks, run_in_signature=self.run_stride is not None
+        )
 
-    def ring(self) -> CacheIndex:
+    def as_ring(self) -> CacheIndex:
         """The index whose columns come round again, for sequences longer than the table that attend through a window.
 
         Position p has column p mod context, and a column stands at the last position up to the lane's greatest (under
@@ -263,11 +283,11 @@ class CacheIndex:
         raise CacheError without a window, or for a larger one. The lanes of one sequence count as one call. Positions
         aren't bounded. Raises CacheError for an index that is whole, has tables of blocks, or selects.
         """
-        if self._table is None or self._blocks or self._columns is not None or self._narrowed:
+        if self.table is None or self.every_tables or self.selected_columns is not None or self.run_in_signature:
             raise CacheError("CacheIndex.ring", repr(self), "an index over a table, whole, without blocks or selection")
-        return replace(self, _ring=True)
+        return replace(self, is_ring=True)
 
-    def heads(self, n: int, block: int) -> CacheIndex:
+    def for_heads(self, num_heads: int, head_span: int) -> CacheIndex:
         """The index over pools [n · slots, dim] that keep n heads apart, its lanes the batch · n pairs (lane, head).
 
         Slots come in blocks of `block`, and in the pool a block of each head follows the other: head h of slot s is at
@@ -277,9 +297,9 @@ class CacheIndex:
         `rows` without tables of blocks stays a slice of the pool where block is its context before any narrow: then
         the pool is [batch, n, context, dim] as it lies. Raises CacheError for an n or a block below 1.
         """
-        return lanes.of_heads(self, n, block)
+        return head_index.index_for_heads(self, num_heads, head_span)
 
-    def twice(self, apart: int) -> CacheIndex:
+    def for_key_value_pool(self, value_offset: int) -> CacheIndex:
         """The index over pools that hold two such pools, the second one `apart` rows after the first, as keys and
         values of all heads: its lanes are those over the first, then those over the second.
 
@@ -287,47 +307,49 @@ class CacheIndex:
         a slice of the pool stays one where the second pool follows the runs of the first at once. Raises CacheError for
         a negative apart, or an index with tables of blocks.
         """
-        return lanes.twice(self, apart)
+        return head_index.index_for_key_value_pool(self, value_offset)
 
-    def spare(self, row: int) -> CacheIndex:
+    def with_spare_row(self, pool_row: int) -> CacheIndex:
         """The index for pools whose row `row` nobody reads: what would be stored nowhere is stored there.
 
         A write is then one scatter; without a spare row it takes two, since MLX can't drop a store. No table may name
         the row. Raises CacheError for a negative row.
         """
-        return replace(self, _spare=integer("CacheIndex.spare", row, 0, INT32_MAX))
+        return replace(self, spare_row=check_integer("CacheIndex.spare", pool_row, 0, INT32_MAX))
 
     # The call's tokens
 
     @property
     def batch(self) -> int:
         """The number of lanes."""
-        return self._pos.shape[0]
+        return self.token_positions.shape[0]
 
     @property
     def seq(self) -> int:
         """The number of tokens of each lane, padding included."""
-        return self._pos.shape[1]
+        return self.token_positions.shape[1]
 
     @property
     def context(self) -> int:
         """The number of columns: the table's width (and seq under a draft), or a whole index's tokens or blocks."""
-        if self._table is None:
-            return -(-self.seq // self._every)
-        return self._read_table.shape[1] + (0 if self._sees is None else self.seq)
+        if self.table is None:
+            return -(-self.seq // self.positions_per_column)
+        return self.batch_table.shape[1] + (0 if self.draft_mask is None else self.seq)
 
     def positions(self) -> mx.array:
         """The tokens' positions, int32 [batch, seq], padding 0, at most the last column of the positions' table.
 
         For rotating, and for indexing a table of position embeddings. The same whatever `every`.
         """
-        if self._ring:
-            return mx.maximum(self._at, 0)
-        return mx.clip(self._at, 0, see.last(self.seq if self._table is None else self._table.shape[1]))
+        if self.is_ring:
+            return mx.maximum(self.effective_positions, 0)
+        return mx.clip(
+            self.effective_positions, 0, see.last_index(self.seq if self.table is None else self.table.shape[1])
+        )
 
     # Pools
 
-    def extend(self, values: Any, pool: Any, *, zero: bool = True) -> tuple[mx.array, mx.array]:
+    def extend(self, values: Any, pool: Any, *, zero_unseen: bool = True) -> tuple[mx.array, mx.array]:
         """(seen, pool'): values [batch, seq, ...] stored in pool [slots, ...], and what the tokens attend over.
 
         pool' differs from pool in the slots the tokens address alone. It takes pool's memory, at the cost of the
@@ -337,23 +359,25 @@ class CacheIndex:
         whole index pool' is pool and seen is values, or what every or select make of them. zero=False is as in read.
         Raises CacheError for values of another shape or dtype than the pool's.
         """
-        values, pool = self._matching("CacheIndex.extend", values, pool)
-        pool = self._store(values, pool)
-        if self._table is not None and self._sees is None:
-            return self._read(pool, zero), pool
+        values, pool = self._checked_arrays("CacheIndex.extend", values, pool)
+        pool = self._write(values, pool)
+        if self.table is not None and self.draft_mask is None:
+            return self._read(pool, zero_unseen), pool
         values = values.reshape(self.batch, self.seq, *pool.shape[1:])
-        if self._table is not None:
-            return mx.concatenate([self._read(pool, zero), values], axis=1), pool
-        if self._columns is None and self._every == 1:
+        if self.table is not None:
+            return mx.concatenate([self._read(pool, zero_unseen), values], axis=1), pool
+        if self.selected_columns is None and self.positions_per_column == 1:
             return values, pool
-        return read_rows(values.reshape(self.batch * self.seq, *pool.shape[1:]), self._sources, self._live), pool
+        return read_rows(
+            values.reshape(self.batch * self.seq, *pool.shape[1:]), self.column_slots, self.read_mask
+        ), pool
 
-    def store(self, values: Any, pool: Any) -> mx.array:
+    def write(self, values: Any, pool: Any) -> mx.array:
         """The pool' of extend alone."""
-        values, pool = self._matching("CacheIndex.store", values, pool)
-        return self._store(values, pool)
+        values, pool = self._checked_arrays("CacheIndex.store", values, pool)
+        return self._write(values, pool)
 
-    def read(self, pool: Any, *, zero: bool = True) -> mx.array:
+    def read(self, pool: Any, *, zero_unseen: bool = True) -> mx.array:
         """The seen of extend alone, from a pool that store gave.
 
         With zero=False a column that no token sees may keep what its slot holds, or what the lane's first one does: a
@@ -361,26 +385,26 @@ class CacheIndex:
         law 6 and is for pools that never held NaN or infinity. Raises
         CacheError on a whole index and under a draft, whose columns are values that the pool doesn't hold.
         """
-        if self._table is None or self._slots is not None:
+        if self.table is None or self.store_slots is not None:
             raise CacheError(
                 "CacheIndex.read", repr(self), "an index over a table, without a draft", "Use extend here."
             )
-        return self._read(pool if isinstance(pool, mx.array) else mx.array(pool), zero)
+        return self._read(pool if isinstance(pool, mx.array) else mx.array(pool), zero_unseen)
 
     def mask(self) -> mx.array:
         """Which columns of seen each token sees: bool [batch, seq, context], or [batch, seq, k] under a selection."""
         return self._mask
 
-    def stands(self) -> mx.array:
+    def column_positions(self) -> mx.array:
         """The position at which each column stands, int32 [batch, context]: its own number, a block's last, or under a
         draft and on a whole index the position of the call's token that it is. Raises CacheError for a whole index in
         blocks, and under a selection."""
-        if self._columns is not None or (self._table is None and self._every != 1):
+        if self.selected_columns is not None or (self.table is None and self.positions_per_column != 1):
             raise CacheError("CacheIndex.stands", repr(self), "an index without a selection, and of positions if whole")
-        if self._table is None:
-            return self._at
-        own = mx.broadcast_to(see.places(self), (self.batch, self._read_table.shape[1]))
-        return own if self._sees is None else mx.concatenate([own, self._at], axis=1)
+        if self.table is None:
+            return self.effective_positions
+        own = mx.broadcast_to(see.table_column_positions(self), (self.batch, self.batch_table.shape[1]))
+        return own if self.draft_mask is None else mx.concatenate([own, self.effective_positions], axis=1)
 
     def visible(self) -> mx.array:
         """mask for mx.fast.scaled_dot_product_attention: bool [batch, 1, seq, context], or k in place of context."""
@@ -388,7 +412,7 @@ class CacheIndex:
 
     # Structure
 
-    def walk(self) -> tuple[Signature, list[mx.array]]:
+    def walk(self) -> tuple[IndexSignature, list[mx.array]]:
         """(signature, leaves): what a compiled step depends on beside its shapes, hashable, and the arrays it takes.
 
         Two indices share a compiled step exactly when their signatures agree: the case (whole, packed, tabled), whether
@@ -397,12 +421,12 @@ class CacheIndex:
         and whether columns come round. Leaves in order: row, positions, table, tables of blocks, columns, the draft's
         slots, its sees.
         """
-        return walked(self)
+        return walk_index(self)
 
     @classmethod
-    def from_walk(cls, signature: Signature, leaves: Sequence[mx.array]) -> CacheIndex:
+    def from_walk(cls, signature: IndexSignature, leaves: Sequence[mx.array]) -> CacheIndex:
         """The index of a walk, also over a step's tracers: from_walk(*index.walk()) is index."""
-        return cls(**fields(signature, leaves))
+        return cls(**fields_from_walk(signature, leaves))
 
     def place(self, at: mx.Device | mx.Stream | mx.DeviceType) -> CacheIndex:
         """The index with its arrays made where `at` computes. MLX's memory is shared, so values need no move."""
@@ -412,30 +436,30 @@ class CacheIndex:
         def move(array: mx.array | None) -> mx.array | None:
             return None if array is None else mx.contiguous(array, stream=at)
 
-        names = ("_pos", "_table", "_row", "_columns", "_slots", "_sees")
+        names = ("token_positions", "table", "table_row", "selected_columns", "store_slots", "draft_mask")
         moved: dict[str, Any] = {name: move(getattr(self, name)) for name in names}
-        return replace(self, **moved, _blocks=tuple((m, move(table)) for m, table in self._blocks))
+        return replace(self, **moved, every_tables=tuple((m, move(table)) for m, table in self.every_tables))
 
     def __repr__(self) -> str:
-        parts = [self._case, f"batch={self.batch}", f"seq={self.seq}", f"context={self.context}"]
-        parts += [f"every={self._every}"] if self._every != 1 else []
-        parts += [f"window={self._window}"] if self._window is not None else []
-        parts += [f"select={self._columns.shape[2]}"] if self._columns is not None else []
-        parts += ["ring"] if self._ring else []
-        parts += ["draft"] if self._sees is not None else ["keep"] if self._slots is not None else []
+        parts = [self.kind, f"batch={self.batch}", f"seq={self.seq}", f"context={self.context}"]
+        parts += [f"every={self.positions_per_column}"] if self.positions_per_column != 1 else []
+        parts += [f"window={self.window_size}"] if self.window_size is not None else []
+        parts += [f"select={self.selected_columns.shape[2]}"] if self.selected_columns is not None else []
+        parts += ["ring"] if self.is_ring else []
+        parts += ["draft"] if self.draft_mask is not None else ["keep"] if self.store_slots is not None else []
         return f"CacheIndex({', '.join(parts)})"
 
     # What the layers of a step share: computed once per index, not once per pool
 
-    _at = cached_property(see.at)
-    _read_table = cached_property(see.read_table)
-    _mask = cached_property(see.mask)
-    _live = cached_property(see.live)
-    _targets = cached_property(see.targets)
-    _sources = cached_property(see.sources)
-    _own_sources = cached_property(see.own_sources)
+    effective_positions = cached_property(see.effective_positions)
+    batch_table = cached_property(see.batch_table)
+    _mask = cached_property(see.visible_columns)
+    read_mask = cached_property(see.read_mask)
+    slot_mapping = cached_property(see.slot_mapping)
+    column_slots = cached_property(see.column_slots)
+    safe_column_slots = cached_property(see.safe_column_slots)
 
-    def _matching(self, where: str, values: Any, pool: Any) -> tuple[mx.array, mx.array]:
+    def _checked_arrays(self, where: str, values: Any, pool: Any) -> tuple[mx.array, mx.array]:
         values, pool = (x if isinstance(x, mx.array) else mx.array(x) for x in (values, pool))
         if pool.ndim == 0:
             raise CacheError(where, "a pool of shape []", "an axis of slots")
@@ -448,17 +472,19 @@ class CacheIndex:
             raise CacheError(where, found, f"{list(wanted)} and {pool.dtype}, as index and pool have them")
         return values, pool
 
-    def _store(self, values: mx.array, pool: mx.array) -> mx.array:
-        if self._table is None and self._slots is None:
+    def _write(self, values: mx.array, pool: mx.array) -> mx.array:
+        if self.table is None and self.store_slots is None:
             return pool
-        return store_rows(pool, self._targets, values.reshape(self.batch * self.seq, *pool.shape[1:]), self._spare)
+        return write_rows(
+            pool, self.slot_mapping, values.reshape(self.batch * self.seq, *pool.shape[1:]), self.spare_row
+        )
 
     def _read(self, pool: mx.array, zero: bool = True) -> mx.array:
-        stride = None if self._stride is None else -(-self._stride // self._every)
-        rows, context = self._read_table.shape
-        if stride is None or self._columns is not None or pool.shape[0] < rows * stride:
-            if zero or self._columns is not None or pool.size == 0:
-                return read_rows(pool, self._sources, self._live)
-            return mx.take(pool, mx.minimum(self._own_sources, pool.shape[0] - 1), axis=0)
-        seen = read_runs(pool, rows, stride, context)
-        return zeroed(seen, self._live) if zero else seen
+        stride = None if self.run_stride is None else -(-self.run_stride // self.positions_per_column)
+        rows, context = self.batch_table.shape
+        if stride is None or self.selected_columns is not None or pool.shape[0] < rows * stride:
+            if zero or self.selected_columns is not None or pool.size == 0:
+                return read_rows(pool, self.column_slots, self.read_mask)
+            return mx.take(pool, mx.minimum(self.safe_column_slots, pool.shape[0] - 1), axis=0)
+        seen = view_runs(pool, rows, stride, context)
+        return zero_unseen(seen, self.read_mask) if zero else seen

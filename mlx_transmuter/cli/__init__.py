@@ -17,13 +17,13 @@ from pathlib import Path
 from mlx_transmuter import __version__
 
 DESCRIPTION = "Run ONNX decoders on Apple silicon through MLX."
-SAMPLING = """\
+SAMPLING_EPILOG = """\
 The temperature comes before top-k, top-p and min-p, as in transformers; mlx_lm applies it last, so the same flags keep
 other tokens there. What no flag says, the model's generation_config.json does."""
-CACHE = """\
+PROMPT_CACHE_EPILOG = """\
 generate and chat take the file as --prompt-cache-file. They are given the whole prompt all the same, and compute what
 comes after the longest beginning that is in the file; a system prompt alone is worth a file."""
-USAGE, FAILURE, INTERRUPTED, TERMINATED, PIPE_CLOSED = 2, 1, 130, 143, 141
+EXIT_USAGE, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_PIPE_CLOSED = 2, 1, 130, 143, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,28 +31,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     An error is one line on stderr; with MLX_TRANSMUTER_DEBUG=1 it is raised as it is.
     """
-    args = _parser().parse_args(argv)
+    args = _build_parser().parse_args(argv)
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # what a terminal or a pipe cannot say becomes a ?
     if os.environ.get("MLX_TRANSMUTER_DEBUG") == "1":
         return args.run(args)
     try:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that temporary folders go
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))  # so that temporary folders go
         _check_machine()
         code = args.run(args)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         print(file=sys.stderr)
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader has gone. What Python would flush at the end must find a place too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
+        return EXIT_PIPE_CLOSED
     except Exception as error:
-        print(f"mlx-transmuter: {_explained(error)}", file=sys.stderr)
-        return FAILURE
+        print(f"mlx-transmuter: {_error_line(error)}", file=sys.stderr)
+        return EXIT_FAILURE
 
 
 def _check_machine() -> None:
@@ -60,7 +60,7 @@ def _check_machine() -> None:
         raise OSError(f"MLX needs a native arm64 Python on Apple silicon; this one is {platform.machine()} (Rosetta?)")
 
 
-def _explained(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     """One line for any error: our own say all that is needed, others are named."""
     if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -71,7 +71,7 @@ def _explained(error: Exception) -> str:
     return text if ours else f"{type(error).__name__}: {text} (MLX_TRANSMUTER_DEBUG=1 shows where)"
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("mlx-transmuter", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="command", required=True)
@@ -86,24 +86,26 @@ def _parser() -> argparse.ArgumentParser:
         )
         return added
 
-    generate = command("generate", "continue a prompt, or answer it where the model has a chat template", SAMPLING)
-    _model_arguments(generate)
-    _prompt_arguments(generate)
-    _generation_arguments(generate)
+    generate = command(
+        "generate", "continue a prompt, or answer it where the model has a chat template", SAMPLING_EPILOG
+    )
+    _add_model_arguments(generate)
+    _add_prompt_arguments(generate)
+    _add_generation_arguments(generate)
     generate.add_argument(
-        "--verbose", nargs="?", type=_bool, const=True, default=True, metavar="True|False",
+        "--verbose", nargs="?", type=_parse_bool, const=True, default=True, metavar="True|False",
         help="also print speeds, compiled shapes and memory (default: True)",
     )  # fmt: skip
 
-    chat = command("chat", "hold a conversation (/reset begins anew, /exit or Ctrl-D leaves)", SAMPLING)
-    _model_arguments(chat)
-    _generation_arguments(chat)
+    chat = command("chat", "hold a conversation (/reset begins anew, /exit or Ctrl-D leaves)", SAMPLING_EPILOG)
+    _add_model_arguments(chat)
+    _add_generation_arguments(chat)
 
-    cached = command("cache-prompt", "run a prompt once, for prompts that begin with it", CACHE)
-    _model_arguments(cached)
-    _prompt_arguments(cached)
-    _chat_arguments(cached)
-    _cache_arguments(cached)
+    cached = command("cache-prompt", "run a prompt once, for prompts that begin with it", PROMPT_CACHE_EPILOG)
+    _add_model_arguments(cached)
+    _add_prompt_arguments(cached)
+    _add_chat_arguments(cached)
+    _add_kv_arguments(cached)
     cached.add_argument("--prompt-cache-file", required=True, metavar="FILE", help="the safetensors file to write")
 
     convert = command("convert", "convert an ONNX decoder into a folder that loads without onnx")
@@ -115,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         "--mlx-path", "--out", "-o", dest="out", default="mlx_model", metavar="FOLDER",
         help="where the converted folder goes (default: mlx_model)",
     )  # fmt: skip
-    _file_arguments(convert)
+    _add_file_arguments(convert)
     convert.add_argument(
         "--quantize", "-q", action="store_true", help="quantise linear layers and embeddings of a float model"
     )
@@ -135,37 +137,37 @@ def _parser() -> argparse.ArgumentParser:
 
     inspect = command("inspect", "print a model's cache mode, inputs, operators, size and rewrites")
     inspect.add_argument("source", nargs="?", metavar="SOURCE", help="the same as --model")
-    _model_arguments(inspect)
+    _add_model_arguments(inspect)
     inspect.add_argument("--json", action="store_true", help="print it as JSON")
     return parser
 
 
-def _model_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="SOURCE",
         help="converted folder, repository id, folder with ONNX files, or ONNX file (default: the small demo model)",
     )  # fmt: skip
-    _file_arguments(parser)
+    _add_file_arguments(parser)
 
 
-def _file_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", metavar="NAME", help="the ONNX file inside the source, such as onnx/model_q4.onnx")
     parser.add_argument(
-        "--dtype", type=_dtype, metavar="DTYPE",
+        "--dtype", type=_parse_dtype, metavar="DTYPE",
         help="pick the file by its dtype: fp32 fp16 q4 q4f16 q8 int8 uint8 bnb4 (default: the most precise); "
         "or convert to a float type: float16 bfloat16 float32",
     )  # fmt: skip
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the repository")
 
 
-def _prompt_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", "-p", metavar="TEXT", help='the prompt; "-" reads it from stdin')
-    prompt.add_argument("--prompt-file", metavar="FILE", type=_text_file, help="the prompt, from a UTF-8 file")
+    prompt.add_argument("--prompt-file", metavar="FILE", type=_read_text_file, help="the prompt, from a UTF-8 file")
     parser.add_argument("--ignore-chat-template", action="store_true", help="give the prompt to the model as it is")
 
 
-def _cache_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_kv_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--kv-bits", type=int, choices=(4, 8), metavar="4|8", help="keep keys and values in so many bits an element")
     add(
@@ -174,45 +176,61 @@ def _cache_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _chat_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--system-prompt", metavar="TEXT", help="a system message before the prompt")
-    add("--chat-template-config", type=_json_object, default={}, metavar="JSON", help="variables of the chat template")
-
-
-def _generation_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    _chat_arguments(parser)
     add(
-        "--prefill-step-size", type=_number(int, 1), metavar="N",
+        "--chat-template-config",
+        type=_parse_json_object,
+        default={},
+        metavar="JSON",
+        help="variables of the chat template",
+    )
+
+
+def _add_generation_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _add_chat_arguments(parser)
+    add(
+        "--prefill-step-size", type=_number_in_range(int, 1), metavar="N",
         help="most tokens of the prompt in one step (default: 2048, on a CPU 128)",
     )  # fmt: skip
     add("--prompt-cache-file", metavar="FILE", help="what cache-prompt computed; the prompt begins with its tokens")
-    _cache_arguments(parser)
+    _add_kv_arguments(parser)
     add(
         "--max-tokens",
         "-m",
-        type=_number(int, 1),
+        type=_number_in_range(int, 1),
         metavar="N",
         help="most tokens to generate (default: as the model says, else 256)",
     )
-    add("--temp", "--temperature", type=_number(float, 0), metavar="T", help="temperature of sampling; 0 is greedy")
-    add("--top-p", type=_number(float, 0, 1), metavar="P", help="sample among the fewest tokens with this mass")
-    add("--top-k", type=_number(int, 0), metavar="K", help="sample among the best K tokens; 0 is all")
-    add("--min-p", type=_number(float, 0, 1), metavar="P", help="drop tokens below this part of the best one")
-    add("--seed", type=_number(int, 0), metavar="N", help="seed of sampling (default: another one each time)")
+    add(
+        "--temp",
+        "--temperature",
+        type=_number_in_range(float, 0),
+        metavar="T",
+        help="temperature of sampling; 0 is greedy",
+    )
+    add(
+        "--top-p", type=_number_in_range(float, 0, 1), metavar="P", help="sample among the fewest tokens with this mass"
+    )
+    add("--top-k", type=_number_in_range(int, 0), metavar="K", help="sample among the best K tokens; 0 is all")
+    add("--min-p", type=_number_in_range(float, 0, 1), metavar="P", help="drop tokens below this part of the best one")
+    add("--seed", type=_number_in_range(int, 0), metavar="N", help="seed of sampling (default: another one each time)")
     add("--draft-model", metavar="SOURCE", help="a smaller model of the same tokenizer that guesses tokens; same text")
-    add("--num-draft-tokens", type=_number(int, 1), metavar="N", help="most guesses of the draft model at once")
+    add(
+        "--num-draft-tokens", type=_number_in_range(int, 1), metavar="N", help="most guesses of the draft model at once"
+    )
     add(
         "--prompt-lookup",
-        type=_number(int, 1),
+        type=_number_in_range(int, 1),
         metavar="N",
         help="guess up to N tokens from the text so far; same text",
     )
     add("--extra-eos-token", nargs="+", default=[], metavar="TOKEN", help="more tokens, or ids, that end the text")
 
 
-def _number(kind: type, low: float, high: float = float("inf")) -> Callable[[str], float]:
+def _number_in_range(kind: type, low: float, high: float = float("inf")) -> Callable[[str], float]:
     def number(text: str) -> float:
         value = kind(text)
         if not low <= value <= high:
@@ -225,13 +243,13 @@ def _number(kind: type, low: float, high: float = float("inf")) -> Callable[[str
     return number
 
 
-def _bool(text: str) -> bool:
+def _parse_bool(text: str) -> bool:
     if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
     return text.lower() in ("true", "1", "yes")
 
 
-def _json_object(text: str) -> dict:
+def _parse_json_object(text: str) -> dict:
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -241,17 +259,17 @@ def _json_object(text: str) -> dict:
     return value
 
 
-def _text_file(name: str) -> str:
+def _read_text_file(name: str) -> str:
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise argparse.ArgumentTypeError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _dtype(text: str) -> str:
-    from mlx_transmuter.changes import FLOATS
-    from mlx_transmuter.hub import DTYPES
+def _parse_dtype(text: str) -> str:
+    from mlx_transmuter.hub import FILE_DTYPES
+    from mlx_transmuter.precision_options import FLOAT_DTYPES
 
-    if text not in (*DTYPES, *FLOATS):
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {' '.join((*DTYPES, *FLOATS))}")
+    if text not in (*FILE_DTYPES, *FLOAT_DTYPES):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {' '.join((*FILE_DTYPES, *FLOAT_DTYPES))}")
     return text

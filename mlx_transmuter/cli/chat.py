@@ -6,7 +6,15 @@ import argparse
 import contextlib
 import sys
 
-from mlx_transmuter.cli.model import label, load, messages, note, packing, prompt_cache, task
+from mlx_transmuter.cli.model import (
+    kv_settings,
+    load_model,
+    load_prompt_cache,
+    model_label,
+    print_notice,
+    system_messages,
+    text_generation,
+)
 from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.tokenizer import TokenizerError
 
@@ -14,16 +22,16 @@ from mlx_transmuter.tokenizer import TokenizerError
 def run(args: argparse.Namespace) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 input() then has history and editing
-    model = load(args)
+    model = load_model(args)
     if model.tokenizer is None or not model.tokenizer.has_chat_template:
-        raise GenerationError(label(args), "no chat template", "a model made for chats", "use generate instead")
-    cache = prompt_cache(model, args)
+        raise GenerationError(model_label(args), "no chat template", "a model made for chats", "use generate instead")
+    cache = load_prompt_cache(model, args)
     if cache is None:
         with contextlib.suppress(GenerationError):  # a model without one computes each turn from its beginning
-            cache = PromptCache(model, **packing(args))
-    generation = task(model, args, cache)
-    note("/reset begins anew, Ctrl-C stops an answer, /exit or Ctrl-D leaves")
-    said = messages(args)
+            cache = PromptCache(model, **kv_settings(args))
+    generation = text_generation(model, args, cache)
+    print_notice("/reset begins anew, Ctrl-C stops an answer, /exit or Ctrl-D leaves")
+    said = system_messages(args)
     while True:
         try:
             line = input("> ")
@@ -36,20 +44,20 @@ def run(args: argparse.Namespace) -> int:
         if line.strip() == "/exit":
             return 0
         if line.strip() == "/reset":
-            said = messages(args)
+            said = system_messages(args)
         elif line.strip():
             try:
-                answer = _answer(generation, [*said, {"role": "user", "content": line}], args.seed)
+                answer = _print_answer(generation, [*said, {"role": "user", "content": line}], args.seed)
             except (GenerationError, TokenizerError) as error:  # such as a conversation that grew too long
-                note(f"{error} (/reset begins anew)")
+                print_notice(f"{error} (/reset begins anew)")
                 continue
             said += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
 
 
-def _answer(generation, said: list[dict[str, str]], seed: int | None) -> str:
+def _print_answer(generation, messages: list[dict[str, str]], seed: int | None) -> str:
     """Prints the answer as it comes, and returns what was printed; Ctrl-C ends it."""
     answer = ""
-    pieces = generation.stream(said, seed=seed)
+    pieces = generation.stream(messages, seed=seed)
     try:
         for piece in pieces:
             print(piece, end="", flush=True)

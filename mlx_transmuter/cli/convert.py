@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from mlx_transmuter import hub
-from mlx_transmuter.changes import ChangeError, Quantization
+from mlx_transmuter.precision_options import PrecisionError, Quantization
 
 
 def run(args: argparse.Namespace) -> int:
@@ -16,14 +16,14 @@ def run(args: argparse.Namespace) -> int:
         file=args.file,
         dtype=args.dtype,
         revision=args.revision,
-        quantize=_quantize(args),
+        quantize=_quantization_spec(args),
         float_activations=args.float_activations,
     )
     print(out)
     return 0
 
 
-def _quantize(args: argparse.Namespace) -> dict[str, Any] | None:
+def _quantization_spec(args: argparse.Namespace) -> dict[str, Any] | None:
     """What the flags say of quantisation; a flag that would have no effect, or that MLX has no form of, is an error."""
     given = {"bits": args.q_bits, "group_size": args.q_group_size, "recipe": args.quant_predicate}
     given = {name: value for name, value in given.items() if value is not None}
@@ -33,6 +33,6 @@ def _quantize(args: argparse.Namespace) -> dict[str, Any] | None:
         return None
     try:
         Quantization.of(given)
-    except ChangeError as error:
+    except PrecisionError as error:
         args.usage_error(str(error))
     return given

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from mlx_transmuter.cli.model import asked, load, prompt_cache, rendered, task
+from mlx_transmuter.cli.model import as_chat, load_model, load_prompt_cache, read_prompt, text_generation
 
 
 def run(args: argparse.Namespace) -> int:
-    prompt = asked(args)
-    model = load(args)
-    said = rendered(model, args, prompt)
-    cache = prompt_cache(model, args)
-    generation = task(model, args, cache)
+    prompt = read_prompt(args)
+    model = load_model(args)
+    said = as_chat(model, args, prompt)
+    cache = load_prompt_cache(model, args)
+    generation = text_generation(model, args, cache)
     pieces = generation.stream(said, seed=args.seed)
     if args.verbose:
         print("=" * 10)
@@ -24,8 +24,12 @@ def run(args: argparse.Namespace) -> int:
         print("=" * 10)
         print(f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens/s")
         print(f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens/s ({last.finish_reason})")
-        if last.guesses is not None:
-            proposed, kept, each = last.guesses.proposed, last.guesses.kept, last.guesses.tokens_per_pass
+        if last.draft_counts is not None:
+            proposed, kept, each = (
+                last.draft_counts.proposed,
+                last.draft_counts.accepted,
+                last.draft_counts.tokens_per_pass,
+            )
             print(f"Guesses: {kept} of {proposed} kept, {each:.2f} tokens per pass")
         print(f"Compiled shapes: {generation.compilations}")
         print(

@@ -9,37 +9,37 @@ import re
 from collections import Counter
 from typing import Any
 
-from mlx_transmuter.cli.model import load
+from mlx_transmuter.cli.model import load_model
 from mlx_transmuter.model import Model
-from mlx_transmuter.plan import Plan
 from mlx_transmuter.program import Value
-from mlx_transmuter.signature import Signature
+from mlx_transmuter.program.run_plan import RunPlan
+from mlx_transmuter.program.signature import DecoderSignature
 
 
 def run(args: argparse.Namespace) -> int:
     args.model = args.model or args.source
-    found = facts(load(args))
+    found = describe_model(load_model(args))
     if args.json:
         print(json.dumps(found, indent=2))
     else:
-        print("\n".join(_lines(found)))
+        print("\n".join(_report_lines(found)))
     return 0
 
 
-def facts(model: Model) -> dict[str, Any]:
+def describe_model(model: Model) -> dict[str, Any]:
     """What inspect prints, as JSON values. size: bytes of the weights' files; parameters: by ONNX type."""
     program = model.decoder.program
     assert model.folder is not None
     parameters: Counter[str] = Counter()
     for weight in program.weights.values():
         parameters[weight.dtype] += math.prod(weight.shape)
-    meta = program.meta
+    meta = program.metadata
     return {
         "folder": str(model.folder),
         "source": meta.get("source"),
         "model_type": model.config.get("model_type"),
         "cache_mode": model.cache_mode,
-        "plan": Plan.of(program, Signature.of(program)).name,
+        "plan": RunPlan.from_program(program, DecoderSignature.from_program(program)).label,
         "branch": meta.get("branch"),
         "max_positions": meta.get("max_positions"),
         "size": sum(file.stat().st_size for file in model.folder.glob("*.safetensors")),
@@ -47,8 +47,8 @@ def facts(model: Model) -> dict[str, Any]:
         "tokenizer": {"tokens": model.tokenizer.vocab_size, "chat_template": model.tokenizer.has_chat_template}
         if model.tokenizer
         else None,
-        "inputs": [_value(value) for value in program.inputs],
-        "outputs": [_value(value) for value in program.outputs],
+        "inputs": [_describe_value(value) for value in program.inputs],
+        "outputs": [_describe_value(value) for value in program.outputs],
         "operators": dict(Counter(node.op for node in program.all_nodes()).most_common()),
         "rewrites": meta.get("rewrites", []),
         "proof": meta.get("proof"),
@@ -58,41 +58,41 @@ def facts(model: Model) -> dict[str, Any]:
     }
 
 
-def _value(value: Value) -> dict[str, Any]:
+def _describe_value(value: Value) -> dict[str, Any]:
     return {"name": value.name, "dtype": value.dtype, "shape": None if value.shape is None else list(value.shape)}
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
-    parameters = ", ".join(f"{count:,} {dtype}" for dtype, count in found["parameters"].items())
-    source = " ".join(str(part) for part in (found["source"] or {}).values())
-    tokenizer = found["tokenizer"]
+def _report_lines(description: dict[str, Any]) -> list[str]:
+    parameters = ", ".join(f"{count:,} {dtype}" for dtype, count in description["parameters"].items())
+    source = " ".join(str(part) for part in (description["source"] or {}).values())
+    tokenizer = description["tokenizer"]
     lines = [
-        f"folder       {found['folder']}",
+        f"folder       {description['folder']}",
         f"source       {source or 'unknown'}",
-        f"model type   {found['model_type'] or 'unknown'}",
-        f"cache mode   {found['plan']}",
-        *([f"branch       {found['branch']}"] if found["branch"] else []),
-        f"positions    {found['max_positions'] or 'no limit known'}",
-        f"weights      {found['size'] / 1e6:,.1f} MB: {parameters}",
+        f"model type   {description['model_type'] or 'unknown'}",
+        f"cache mode   {description['plan']}",
+        *([f"branch       {description['branch']}"] if description["branch"] else []),
+        f"positions    {description['max_positions'] or 'no limit known'}",
+        f"weights      {description['size'] / 1e6:,.1f} MB: {parameters}",
         f"tokenizer    {_tokenizer_line(tokenizer)}",
         "inputs",
-        *_values(found["inputs"]),
+        *_value_lines(description["inputs"]),
         "outputs",
-        *_values(found["outputs"]),
-        f"operators    {sum(found['operators'].values())} nodes",
-        *(f"  {count:6} {op}" for op, count in found["operators"].items()),
+        *_value_lines(description["outputs"]),
+        f"operators    {sum(description['operators'].values())} nodes",
+        *(f"  {count:6} {op}" for op, count in description["operators"].items()),
         "rewrites",
     ]
-    for rewrite in found["rewrites"]:
+    for rewrite in description["rewrites"]:
         lines.append(f"  {rewrite['held']:6} {rewrite['name']}")
         lines += [f"         declined {count}: {reason}" for reason, count in rewrite["declined"].items()]
-    if proof := found["proof"]:
+    if proof := description["proof"]:
         lines.append(f"proof        logits within {proof['error']:.1e} of their spread (limit {proof['limit']:.0e})")
-    if made := found["float_activations"]:
+    if made := description["float_activations"]:
         lines.append(f"activations  in float where the file rounds them: logits move by {made['error']:.1e} of that")
-    if made := found["cast"]:
+    if made := description["cast"]:
         lines.append(f"converted    to {made['dtype']}: within {made['error']:.1e} of that (limit {made['limit']:.0e})")
-    if made := found["quantization"]:
+    if made := description["quantization"]:
         layers = ", ".join(f"{count} in {bits} bits" for bits, count in made["layers"].items())
         lines.append(
             f"quantised    {layers}, groups of {made['group_size']}: logits move by {made['error']:.1e} of that"
@@ -106,7 +106,7 @@ def _tokenizer_line(tokenizer: dict[str, Any] | None) -> str:
     return f"{tokenizer['tokens']} tokens, {'with' if tokenizer['chat_template'] else 'without'} a chat template"
 
 
-def _values(values: list[dict[str, Any]]) -> list[str]:
+def _value_lines(values: list[dict[str, Any]]) -> list[str]:
     """A line per value; those that differ in a layer's number share one."""
     alike: dict[tuple[str, str, str], int] = {}
     for value in values:

@@ -12,32 +12,34 @@ from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.model import Model
 from mlx_transmuter.tasks import text
 
-DEMO = Path(__file__).parent.parent / "demo"
+DEMO_FOLDER = Path(__file__).parent.parent / "demo"
 DEMO_PROMPT = "Tell me a story about a fox."
 
 
-def load(args: argparse.Namespace) -> Model:
+def load_model(args: argparse.Namespace) -> Model:
     """The model of --model, or the demo model of the package, which is said."""
     if args.model is None:
-        note("no --model: taking the demo model that comes with the package")
-    return hub.load(args.model or DEMO, file=args.file, dtype=args.dtype, revision=args.revision)
+        print_notice("no --model: taking the demo model that comes with the package")
+    return hub.load(args.model or DEMO_FOLDER, file=args.file, dtype=args.dtype, revision=args.revision)
 
 
-def label(args: argparse.Namespace) -> str:
+def model_label(args: argparse.Namespace) -> str:
     """What to call the model in an error."""
     return args.model or "the demo model"
 
 
-def task(model: Model, args: argparse.Namespace, cache: PromptCache | None = None) -> text.TextGeneration:
+def text_generation(
+    model: Model, args: argparse.Namespace, prompt_cache: PromptCache | None = None
+) -> text.TextGeneration:
     """Text generation with the settings of the flags."""
     draft = None if args.draft_model is None else hub.load(args.draft_model)
     if draft is None and args.num_draft_tokens is not None:
-        note("--num-draft-tokens has no effect without --draft-model")
-    more = {"chat_template_vars": args.chat_template_config, "prompt_cache": cache, "assistant_model": draft}
-    return text.generation(model, **more, **settings(model, args))
+        print_notice("--num-draft-tokens has no effect without --draft-model")
+    more = {"chat_template_vars": args.chat_template_config, "prompt_cache": prompt_cache, "assistant_model": draft}
+    return text.generation(model, **more, **generation_settings(model, args))
 
 
-def asked(args: argparse.Namespace) -> str:
+def read_prompt(args: argparse.Namespace) -> str:
     """The text of --prompt and its like. Ends with a usage error where there is none."""
     given = args.prompt if args.prompt is not None else args.prompt_file
     if given is None and args.model is not None:
@@ -50,20 +52,20 @@ def asked(args: argparse.Namespace) -> str:
     return DEMO_PROMPT if given is None else given
 
 
-def rendered(model: Model, args: argparse.Namespace, prompt: str) -> str | list[dict[str, str]]:
+def as_chat(model: Model, args: argparse.Namespace, prompt: str) -> str | list[dict[str, str]]:
     """The prompt as the messages of a chat where the model has a template for them, else as it is."""
     if model.tokenizer is None:
         raise GenerationError(
-            label(args), "no tokenizer.json", "one beside the model", "use the Python API, which takes ids"
+            model_label(args), "no tokenizer.json", "one beside the model", "use the Python API, which takes ids"
         )
     if model.tokenizer.has_chat_template and not args.ignore_chat_template:
-        return [*messages(args), {"role": "user", "content": prompt}]
+        return [*system_messages(args), {"role": "user", "content": prompt}]
     if args.system_prompt:
-        note("--system-prompt has no effect without a chat template")
+        print_notice("--system-prompt has no effect without a chat template")
     return prompt
 
 
-def prompt_cache(model: Model, args: argparse.Namespace) -> PromptCache | None:
+def load_prompt_cache(model: Model, args: argparse.Namespace) -> PromptCache | None:
     """The cache of --prompt-cache-file, whose bits then go for --kv-bits where that isn't given; None without the
     flag."""
     if args.prompt_cache_file is None:
@@ -79,18 +81,18 @@ def prompt_cache(model: Model, args: argparse.Namespace) -> PromptCache | None:
     return cache
 
 
-def packing(args: argparse.Namespace) -> dict[str, Any]:
+def kv_settings(args: argparse.Namespace) -> dict[str, Any]:
     """What --kv-bits and --kv-group-size ask for."""
     return {"kv_bits": args.kv_bits, "kv_group_size": args.kv_group_size}
 
 
-def settings(model: Model, args: argparse.Namespace) -> dict[str, Any]:
+def generation_settings(model: Model, args: argparse.Namespace) -> dict[str, Any]:
     """Names of generation_config.json from the flags: those given, and no others."""
     chosen = {"temperature": args.temp, "top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p}
     given: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
     if given.get("temperature") == 0:
         if unread := [f"--{name.replace('_', '-')}" for name in given if name != "temperature"]:
-            note(
+            print_notice(
                 f"{', '.join(unread)} {'has' if len(unread) == 1 else 'have'} no effect with --temp 0, which is greedy"
             )
         given = {"do_sample": False}
@@ -104,19 +106,19 @@ def settings(model: Model, args: argparse.Namespace) -> dict[str, Any]:
     }
     given |= {name: value for name, value in named.items() if value is not None}
     if args.kv_bits is not None:
-        given |= packing(args)
+        given |= kv_settings(args)
     if args.extra_eos_token:
         extra = [_token_id(model, token) for token in args.extra_eos_token]
         given["eos_token_id"] = [*text.eos_token_ids(model), *extra]
     return given
 
 
-def messages(args: argparse.Namespace) -> list[dict[str, str]]:
+def system_messages(args: argparse.Namespace) -> list[dict[str, str]]:
     """The beginning of a conversation."""
     return [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
 
 
-def note(line: str) -> None:
+def print_notice(line: str) -> None:
     print(f"mlx-transmuter: {line}", file=sys.stderr)
 
 

@@ -5,43 +5,43 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlx_transmuter.generation.batch import Step
-from mlx_transmuter.generation.bits import from_bits, to_bits
-from mlx_transmuter.generation.context import Compiled, Context, compile, context
+from mlx_transmuter.generation.batch import StepOutput
+from mlx_transmuter.generation.drafts.draft_tree import DraftCounts
 from mlx_transmuter.generation.errors import GenerationError
-from mlx_transmuter.generation.guesses import Guesses
-from mlx_transmuter.generation.inputs import prompt_inputs
-from mlx_transmuter.generation.loop import run
+from mlx_transmuter.generation.float_bits import from_bits, to_bits
+from mlx_transmuter.generation.generation_context import CompiledGeneration, GenerationContext, compile, context
+from mlx_transmuter.generation.loop import generate_steps
 from mlx_transmuter.generation.prompt_cache import PromptCache
-from mlx_transmuter.generation.rows import Result, Token
+from mlx_transmuter.generation.row import GenerationResult, Token
 from mlx_transmuter.generation.settings import SETTINGS, Settings, max_new_tokens
-from mlx_transmuter.signature import outputs
+from mlx_transmuter.generation.single_pass_inputs import prompt_inputs
+from mlx_transmuter.program.signature import outputs
 
 __all__ = [
     "SETTINGS",
-    "Compiled",
-    "Context",
+    "CompiledGeneration",
+    "DraftCounts",
+    "GenerationContext",
     "GenerationError",
-    "Guesses",
+    "GenerationResult",
     "PromptCache",
-    "Result",
     "Settings",
-    "Step",
+    "StepOutput",
     "Token",
     "compile",
     "context",
     "from_bits",
     "generate",
+    "generate_steps",
     "max_new_tokens",
     "outputs",
     "prompt_inputs",
-    "run",
     "to_bits",
 ]
 
 
 def generate(
-    gen: Compiled,
+    gen: CompiledGeneration,
     prompts: Sequence[Sequence[int]],
     seeds: Sequence[int],
     inputs: Mapping[str, Any] | None = None,
@@ -60,7 +60,7 @@ def generate(
     with token_logprobs, `logprob` float32, each with one entry per text. Raises GenerationError for wrong prompts,
     seeds or inputs.
     """
-    steps = run(gen, prompts, seeds, inputs, prompt_cache=prompt_cache)
+    steps = generate_steps(gen, prompts, seeds, inputs, prompt_cache=prompt_cache)
     while True:
         try:
             step = next(steps)

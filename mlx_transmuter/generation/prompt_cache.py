@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_transmuter.cache import Store
-from mlx_transmuter.decoder import Decoder
-from mlx_transmuter.generation import prompt_file
+from mlx_transmuter.cache import KVCache
+from mlx_transmuter.generation import prompt_cache_file
 from mlx_transmuter.generation.errors import GenerationError
+from mlx_transmuter.runtime.decoder import Decoder
 
 
 class PromptCache:
@@ -47,16 +47,16 @@ class PromptCache:
         self.kv_bits, self.kv_group_size = kv_bits, kv_group_size
         decoder = Decoder(self.module, 1, kv_bits=kv_bits, kv_group_size=kv_group_size)
         signature, found = decoder.signature, None
-        if others := [*signature.given, *(["inputs_embeds"] if signature.embeds else [])]:
+        if others := [*signature.extra_inputs, *(["inputs_embeds"] if signature.takes_embeddings else [])]:
             found = f"a decoder with the inputs {', '.join(others)}"
-        elif signature.states or not decoder.kinds:
-            found = "a decoder whose rows have states" if signature.states else "a decoder without a cache"
-        elif decoder.prompts != "parts":
+        elif signature.state_pairs or not decoder.pool_specs:
+            found = "a decoder whose rows have states" if signature.state_pairs else "a decoder without a cache"
+        elif decoder.prompt_mode != "parts":
             found = "a decoder that takes no part of a prompt after another"
         if found:
             raise GenerationError("prompt_cache", found, "one whose keys and values follow from its tokens alone")
-        self.vocab = decoder.vocab
-        slot_bytes = Store(decoder.kinds, 0, block).slot_bytes
+        self.vocab_size = decoder.vocab_size
+        slot_bytes = KVCache(decoder.pool_specs, 0, block).slot_nbytes
         for name, most in (("max_tokens", max_tokens), ("max_bytes", max_bytes)):
             if most is not None and type(most) is not int:
                 raise GenerationError(name, repr(most)[:80], "a whole number, or None for no limit")
@@ -65,36 +65,36 @@ class PromptCache:
         if limit is not None and limit < block:
             expected = f"room for a block of {block} tokens of {slot_bytes} bytes"
             raise GenerationError("prompt_cache", f"room for {limit} tokens", expected, "raise its limit")
-        self.store = Store(decoder.kinds, 0, block, limit)
+        self.kv_cache = KVCache(decoder.pool_specs, 0, block, limit)
 
     @property
     def max_tokens(self) -> int | None:
         """The most tokens that the pools hold; None is no limit."""
-        return self.store.limit
+        return self.kv_cache.max_slots
 
     @property
     def tokens(self) -> int:
         """How many tokens are kept; those that several texts begin with count once."""
-        return self.store.slots.kept_slots
+        return self.kv_cache.block_manager.stored_slots
 
     @property
     def nbytes(self) -> int:
         """The bytes of the pools."""
-        return self.store.slots.slots * self.store.slot_bytes
+        return self.kv_cache.block_manager.num_slots * self.kv_cache.slot_nbytes
 
     def find(self, tokens: Sequence[int]) -> int:
         """How many first tokens of a prompt a run would not compute."""
-        return self.store.slots.find(tokens)
+        return self.kv_cache.block_manager.match_prefix(tokens)
 
     def clear(self) -> None:
         """Forgets everything, and gives the memory back. Raises GenerationError while a run uses it."""
-        if self.store.busy:
+        if self.kv_cache.in_use:
             raise GenerationError("prompt_cache", "a run in it that isn't over", "a cache that nothing uses")
-        self.store.clear()
+        self.kv_cache.clear()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes what is kept to a safetensors file, whole or not at all (see prompt_file)."""
-        prompt_file.save(path, self.store, self.module, self.kv_bits, self.kv_group_size)
+        prompt_cache_file.save_prompt_cache(path, self.kv_cache, self.module, self.kv_bits, self.kv_group_size)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Any, **limits: Any) -> PromptCache:
@@ -102,8 +102,8 @@ class PromptCache:
 
         Raises GenerationError for a file that is none, isn't whole, is of another model, or holds more than the limit.
         """
-        header = prompt_file.header(path)
+        header = prompt_cache_file.read_header(path)
         packing = {} if header.kv_bits is None else {"kv_bits": header.kv_bits, "kv_group_size": header.kv_group_size}
-        cache = cls(model, block=header.block, **packing, **limits)
-        prompt_file.load(header, cache.store, cache.module, cache.vocab)
+        cache = cls(model, block=header.block_size, **packing, **limits)
+        prompt_cache_file.load_prompt_cache(header, cache.kv_cache, cache.module, cache.vocab_size)
         return cache

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from mlx_transmuter.generation import checks
+from mlx_transmuter.generation import setting_checks
 from mlx_transmuter.generation.errors import GenerationError
 
-Check = Callable[[Any], Any]
+ValueCheck = Callable[[Any], Any]
 
 DEFAULT_MAX_LENGTH = 20
 DEFAULT_NEW_TOKENS = 256
@@ -33,145 +33,185 @@ class Setting:
 
     status: Literal["supported", "neutral", "refused"]
     note: str
-    check: Check | None = None
-    off: Any = None
+    check: ValueCheck | None = None
+    disabled_value: Any = None
     default: Any = None
-    when_sampling: bool = False
-    harmless: tuple[Any, ...] = (None,)
-    golden: bool = False
+    sampling_only: bool = False
+    harmless_values: tuple[Any, ...] = (None,)
+    has_goldens: bool = False
 
 
 _UNSET = object()
 
 
-def _supported(
-    note: str, check: Check, off: Any = None, default: Any = _UNSET, when_sampling: bool = False, golden: bool = True
+def _supported_setting(
+    note: str,
+    check: ValueCheck,
+    off: Any = None,
+    default: Any = _UNSET,
+    when_sampling: bool = False,
+    golden: bool = True,
 ) -> Setting:
     default = off if default is _UNSET else default
-    return Setting("supported", note, check, off, default, when_sampling, golden=golden)
+    return Setting("supported", note, check, off, default, when_sampling, has_goldens=golden)
 
 
-def _neutral(note: str) -> Setting:
+def _neutral_setting(note: str) -> Setting:
     return Setting("neutral", note)
 
 
-def _refused(note: str, *harmless: Any) -> Setting:
-    return Setting("refused", note, harmless=(None, *harmless))
+def _refused_setting(note: str, *harmless: Any) -> Setting:
+    return Setting("refused", note, harmless_values=(None, *harmless))
 
 
-_ALIKE = "a cache or compilation of Python transformers; the tokens are the same"
-_OUTPUT = "an output of Python transformers; the tokens are the same"
-_ASSISTED = "read only with an assistant model of another vocabulary or of fewer layers, which are refused"
+_CACHE_NOTE = "a cache or compilation of Python transformers; the tokens are the same"
+_OUTPUT_NOTE = "an output of Python transformers; the tokens are the same"
+_ASSISTANT_NOTE = "read only with an assistant model of another vocabulary or of fewer layers, which are refused"
 
 SETTINGS: dict[str, Setting] = {
     # how many tokens
-    "max_new_tokens": _supported("most new tokens of a row", checks.integer(1)),
-    "max_length": _supported(
-        "most tokens of a row, its prompt counted; max_new_tokens goes before it", checks.integer(1), golden=False
+    "max_new_tokens": _supported_setting("most new tokens of a row", setting_checks.integer(1)),
+    "max_length": _supported_setting(
+        "most tokens of a row, its prompt counted; max_new_tokens goes before it",
+        setting_checks.integer(1),
+        golden=False,
     ),
-    "min_length": _supported("no eos while prompt and new tokens are fewer", checks.integer(0), 0),
-    "min_new_tokens": _supported("no eos while the new tokens are fewer; replaces min_length", checks.integer(0)),
-    "stop_strings": _supported(
-        "ends a row whose text comes to hold one; needs a task with a tokenizer", checks.strings, (), golden=False
+    "min_length": _supported_setting("no eos while prompt and new tokens are fewer", setting_checks.integer(0), 0),
+    "min_new_tokens": _supported_setting(
+        "no eos while the new tokens are fewer; replaces min_length", setting_checks.integer(0)
     ),
-    "eos_token_id": _supported("one id or a list: each ends a row", checks.ids, ()),
+    "stop_strings": _supported_setting(
+        "ends a row whose text comes to hold one; needs a task with a tokenizer",
+        setting_checks.strings,
+        (),
+        golden=False,
+    ),
+    "eos_token_id": _supported_setting("one id or a list: each ends a row", setting_checks.token_ids, ()),
     # how a token is chosen
-    "do_sample": _supported("samples instead of taking the best token", checks.boolean, False),
-    "num_beams": _supported("beams of a prompt; above 1, beam search", checks.integer(1), 1),
-    "num_return_sequences": _supported("texts per prompt, by sampling or from the beams", checks.integer(1), 1),
-    "length_penalty": _supported("power of the length that divides a beam's score", checks.number(), 1.0),
-    "early_stopping": _supported("when a beam search ends: True, False or 'never'", checks.early_stopping, False),
+    "do_sample": _supported_setting("samples instead of taking the best token", setting_checks.boolean, False),
+    "num_beams": _supported_setting("beams of a prompt; above 1, beam search", setting_checks.integer(1), 1),
+    "num_return_sequences": _supported_setting(
+        "texts per prompt, by sampling or from the beams", setting_checks.integer(1), 1
+    ),
+    "length_penalty": _supported_setting(
+        "power of the length that divides a beam's score", setting_checks.number(), 1.0
+    ),
+    "early_stopping": _supported_setting(
+        "when a beam search ends: True, False or 'never'", setting_checks.early_stopping, False
+    ),
     # processors, in the order in which they apply
-    "sequence_bias": _supported("adds to the score of a token that completes a sequence", checks.sequence_bias, ()),
-    "encoder_repetition_penalty": _supported(
+    "sequence_bias": _supported_setting(
+        "adds to the score of a token that completes a sequence", setting_checks.sequence_bias, ()
+    ),
+    "encoder_repetition_penalty": _supported_setting(
         "rewards (above 1) the tokens of the encoder, or of the prompt of a decoder-only model",
-        checks.number(above=0),
+        setting_checks.number(above=0),
         1.0,
     ),
-    "repetition_penalty": _supported(
-        "penalises (above 1) each token that a row already has", checks.number(above=0), 1.0
+    "repetition_penalty": _supported_setting(
+        "penalises (above 1) each token that a row already has", setting_checks.number(above=0), 1.0
     ),
-    "no_repeat_ngram_size": _supported("no n-gram of this size twice in a row", checks.integer(0), 0),
-    "encoder_no_repeat_ngram_size": _supported(
-        "no n-gram of this size of the encoder, or of the prompt", checks.integer(0), 0
+    "no_repeat_ngram_size": _supported_setting("no n-gram of this size twice in a row", setting_checks.integer(0), 0),
+    "encoder_no_repeat_ngram_size": _supported_setting(
+        "no n-gram of this size of the encoder, or of the prompt", setting_checks.integer(0), 0
     ),
-    "bad_words_ids": _supported("token sequences that are never completed", checks.bad_words, ()),
-    "forced_bos_token_id": _supported("the token after a prompt of one token", checks.integer(0)),
-    "forced_eos_token_id": _supported("one id or a list: the last token before max_length", checks.ids, ()),
-    "remove_invalid_values": _supported(
-        "NaN becomes 0, infinite the largest finite value", checks.boolean, False, golden=False
+    "bad_words_ids": _supported_setting("token sequences that are never completed", setting_checks.token_sequences, ()),
+    "forced_bos_token_id": _supported_setting("the token after a prompt of one token", setting_checks.integer(0)),
+    "forced_eos_token_id": _supported_setting(
+        "one id or a list: the last token before max_length", setting_checks.token_ids, ()
     ),
-    "exponential_decay_length_penalty": _supported("(start, factor): raises the eos ever more", checks.decay),
-    "suppress_tokens": _supported("tokens that are never chosen", checks.any_ids, ()),
-    "begin_suppress_tokens": _supported("tokens that are not chosen first", checks.any_ids, ()),
-    "temperature": _supported("divides the scores", checks.number(above=0), 1.0, when_sampling=True),
-    "top_k": _supported(
-        "keeps the k best tokens and the ties of the last", checks.integer(0), 0, 50, when_sampling=True
+    "remove_invalid_values": _supported_setting(
+        "NaN becomes 0, infinite the largest finite value", setting_checks.boolean, False, golden=False
     ),
-    "top_p": _supported("keeps the fewest tokens whose mass reaches p", checks.number(0, 1), 1.0, when_sampling=True),
-    "min_p": _supported("keeps tokens of at least this part of the best one", checks.number(0, 1), when_sampling=True),
-    "typical_p": _supported(
-        "keeps the tokens nearest to the entropy", checks.number(above=0, high=1), 1.0, when_sampling=True
+    "exponential_decay_length_penalty": _supported_setting(
+        "(start, factor): raises the eos ever more", setting_checks.decay_pair
     ),
-    "epsilon_cutoff": _supported(
-        "keeps tokens of at least this mass", checks.number(0, below=1), 0.0, when_sampling=True
+    "suppress_tokens": _supported_setting("tokens that are never chosen", setting_checks.unbounded_token_ids, ()),
+    "begin_suppress_tokens": _supported_setting(
+        "tokens that are not chosen first", setting_checks.unbounded_token_ids, ()
     ),
-    "eta_cutoff": _supported("epsilon_cutoff by the entropy", checks.number(0, below=1), 0.0, when_sampling=True),
-    "renormalize_logits": _supported("log-softmax after all processors", checks.boolean, False),
+    "temperature": _supported_setting("divides the scores", setting_checks.number(above=0), 1.0, when_sampling=True),
+    "top_k": _supported_setting(
+        "keeps the k best tokens and the ties of the last", setting_checks.integer(0), 0, 50, when_sampling=True
+    ),
+    "top_p": _supported_setting(
+        "keeps the fewest tokens whose mass reaches p", setting_checks.number(0, 1), 1.0, when_sampling=True
+    ),
+    "min_p": _supported_setting(
+        "keeps tokens of at least this part of the best one", setting_checks.number(0, 1), when_sampling=True
+    ),
+    "typical_p": _supported_setting(
+        "keeps the tokens nearest to the entropy", setting_checks.number(above=0, high=1), 1.0, when_sampling=True
+    ),
+    "epsilon_cutoff": _supported_setting(
+        "keeps tokens of at least this mass", setting_checks.number(0, below=1), 0.0, when_sampling=True
+    ),
+    "eta_cutoff": _supported_setting(
+        "epsilon_cutoff by the entropy", setting_checks.number(0, below=1), 0.0, when_sampling=True
+    ),
+    "renormalize_logits": _supported_setting("log-softmax after all processors", setting_checks.boolean, False),
     # guesses, checked several in one pass: the tokens are the same
-    "prompt_lookup_num_tokens": _supported(
-        "the most guesses in a pass, from what followed the last tokens before", checks.integer(1), golden=False
+    "prompt_lookup_num_tokens": _supported_setting(
+        "the most guesses in a pass, from what followed the last tokens before", setting_checks.integer(1), golden=False
     ),
-    "max_matching_ngram_size": _supported(
-        "the most last tokens that prompt lookup looks for", checks.integer(1), 2, golden=False
+    "max_matching_ngram_size": _supported_setting(
+        "the most last tokens that prompt lookup looks for", setting_checks.integer(1), 2, golden=False
     ),
-    "num_assistant_tokens": _supported(
-        "the most guesses of assistant_model in a pass", checks.integer(1), 20, golden=False
+    "num_assistant_tokens": _supported_setting(
+        "the most guesses of assistant_model in a pass", setting_checks.integer(1), 20, golden=False
     ),
-    "num_assistant_tokens_schedule": _supported(
+    "num_assistant_tokens_schedule": _supported_setting(
         "constant, or heuristic: two guesses more after all were right (up to the most), else one less; for prompt "
         "lookup too",
-        checks.schedule,
+        setting_checks.draft_schedule,
         "constant",
         golden=False,
     ),
-    "assistant_confidence_threshold": _supported(
+    "assistant_confidence_threshold": _supported_setting(
         "assistant_model guesses on while its own token has this probability",
-        checks.number(0, 1),
+        setting_checks.number(0, 1),
         0.0,
         0.4,
         golden=False,
     ),
     # special tokens that a task or the form of a result needs
-    "bos_token_id": _supported(
-        "begins the decoder of an encoder-decoder without decoder_start_token_id", checks.first_id, golden=False
+    "bos_token_id": _supported_setting(
+        "begins the decoder of an encoder-decoder without decoder_start_token_id",
+        setting_checks.first_token_id,
+        golden=False,
     ),
-    "decoder_start_token_id": _supported("begins the decoder of an encoder-decoder", checks.first_id, golden=False),
-    "pad_token_id": _neutral("rows come back without padding"),
+    "decoder_start_token_id": _supported_setting(
+        "begins the decoder of an encoder-decoder", setting_checks.first_token_id, golden=False
+    ),
+    "pad_token_id": _neutral_setting("rows come back without padding"),
     # names that change no token
-    **dict.fromkeys(("use_cache", "cache_implementation", "cache_config", "return_legacy_cache"), _neutral(_ALIKE)),
-    **dict.fromkeys(("prefill_chunk_size", "compile_config", "disable_compile"), _neutral(_ALIKE)),
-    **dict.fromkeys(("output_attentions", "output_hidden_states", "output_scores", "output_logits"), _neutral(_OUTPUT)),
-    "return_dict_in_generate": _neutral(_OUTPUT),
-    "transformers_version": _neutral("what wrote the file"),
-    **dict.fromkeys(("is_assistant", "assistant_lookbehind", "target_lookbehind"), _neutral(_ASSISTED)),
+    **dict.fromkeys(
+        ("use_cache", "cache_implementation", "cache_config", "return_legacy_cache"), _neutral_setting(_CACHE_NOTE)
+    ),
+    **dict.fromkeys(("prefill_chunk_size", "compile_config", "disable_compile"), _neutral_setting(_CACHE_NOTE)),
+    **dict.fromkeys(
+        ("output_attentions", "output_hidden_states", "output_scores", "output_logits"), _neutral_setting(_OUTPUT_NOTE)
+    ),
+    "return_dict_in_generate": _neutral_setting(_OUTPUT_NOTE),
+    "transformers_version": _neutral_setting("what wrote the file"),
+    **dict.fromkeys(("is_assistant", "assistant_lookbehind", "target_lookbehind"), _neutral_setting(_ASSISTANT_NOTE)),
     # names that would change the tokens
-    "max_time": _refused("a limit in seconds gives other tokens on each machine: cancel the run instead"),
-    "num_beam_groups": _refused("diverse beam search left transformers in 4.57", 1),
-    "diversity_penalty": _refused("diverse beam search left transformers in 4.57", 0.0),
-    "penalty_alpha": _refused("contrastive search left transformers in 4.57", 0.0),
-    "dola_layers": _refused("DoLa left transformers in 4.57"),
-    "constraints": _refused("constrained beam search left transformers in 4.57"),
-    "force_words_ids": _refused("constrained beam search left transformers in 4.57"),
-    "low_memory": _refused("transformers 4.57 refuses it too", False),
-    "guidance_scale": _refused("classifier-free guidance runs a second prompt", 1.0),
-    "watermarking_config": _refused("give the watermark as one of `processors`"),
-    "token_healing": _refused("heal the prompt before it is given", False),
-    "assistant_early_exit": _refused("give a smaller model as `assistant_model`"),
-    "assistant_model": _refused("give it to generation.context or to the task, as a Model"),
-    "prefix_allowed_tokens_fn": _refused("give the constraint as one of `processors`"),
-    "logits_processor": _refused("give them as `processors`"),
-    "stopping_criteria": _refused("give `stop` to generation.run"),
+    "max_time": _refused_setting("a limit in seconds gives other tokens on each machine: cancel the run instead"),
+    "num_beam_groups": _refused_setting("diverse beam search left transformers in 4.57", 1),
+    "diversity_penalty": _refused_setting("diverse beam search left transformers in 4.57", 0.0),
+    "penalty_alpha": _refused_setting("contrastive search left transformers in 4.57", 0.0),
+    "dola_layers": _refused_setting("DoLa left transformers in 4.57"),
+    "constraints": _refused_setting("constrained beam search left transformers in 4.57"),
+    "force_words_ids": _refused_setting("constrained beam search left transformers in 4.57"),
+    "low_memory": _refused_setting("transformers 4.57 refuses it too", False),
+    "guidance_scale": _refused_setting("classifier-free guidance runs a second prompt", 1.0),
+    "watermarking_config": _refused_setting("give the watermark as one of `processors`"),
+    "token_healing": _refused_setting("heal the prompt before it is given", False),
+    "assistant_early_exit": _refused_setting("give a smaller model as `assistant_model`"),
+    "assistant_model": _refused_setting("give it to generation.context or to the task, as a Model"),
+    "prefix_allowed_tokens_fn": _refused_setting("give the constraint as one of `processors`"),
+    "logits_processor": _refused_setting("give them as `processors`"),
+    "stopping_criteria": _refused_setting("give `stop` to generation.run"),
 }
 
 
@@ -219,22 +259,22 @@ class Settings:
     decoder_start_token_id: int | None
 
     @property
-    def width(self) -> int:
+    def rows_per_prompt(self) -> int:
         """Rows that a prompt takes: its beams, or the texts sampled for it."""
         return max(self.num_beams, self.num_return_sequences)
 
     @property
-    def candidates(self) -> int:
+    def candidates_per_beam(self) -> int:
         """Candidates per beam that a step of beam search keeps, as `_beam_search` does."""
         return max(2, 1 + len(self.eos_token_id))
 
     @property
-    def least_kept(self) -> int:
+    def min_tokens_to_keep(self) -> int:
         """Tokens that no sampling setting removes (min_tokens_to_keep): beams need one that does not end."""
         return 1 if self.num_beams == 1 else max(2, 1 + len(self.eos_token_id))
 
 
-def settings(generation_config: Mapping[str, Any], options: Mapping[str, Any]) -> Settings:
+def resolve_settings(generation_config: Mapping[str, Any], options: Mapping[str, Any]) -> Settings:
     """The settings of options, else of generation_config, else the defaults of transformers.
 
     A None in options, or a null in generation_config, switches a setting off. Names of generation_config that nothing
@@ -249,49 +289,53 @@ def settings(generation_config: Mapping[str, Any], options: Mapping[str, Any]) -
     given = {**generation_config, **options}
     for name, value in given.items():
         setting = SETTINGS.get(name)
-        if setting and setting.status == "refused" and value not in setting.harmless:
-            harmless = " or ".join(repr(value) for value in setting.harmless)
+        if setting and setting.status == "refused" and value not in setting.harmless_values:
+            harmless = " or ".join(repr(value) for value in setting.harmless_values)
             raise GenerationError(f"setting {name}", repr(value), f"{harmless}, for it is not supported", setting.note)
-    sampling = _value("do_sample", given, sampling=False)
-    chosen = Settings(**{field.name: _value(field.name, given, sampling) for field in fields(Settings)})
-    _check_together(chosen)
+    sampling = _resolve_value("do_sample", given, sampling=False)
+    chosen = Settings(**{field.name: _resolve_value(field.name, given, sampling) for field in fields(Settings)})
+    _check_combinations(chosen)
     return chosen
 
 
-def _value(name: str, given: Mapping[str, Any], sampling: bool) -> Any:
+def _resolve_value(name: str, named_values: Mapping[str, Any], sampling: bool) -> Any:
     setting = SETTINGS[name]
-    value = given.get(name, setting.default)
-    if value is None or (setting.when_sampling and not sampling):
-        return setting.off
-    if setting.check is None or name not in given:
+    value = named_values.get(name, setting.default)
+    if value is None or (setting.sampling_only and not sampling):
+        return setting.disabled_value
+    if setting.check is None or name not in named_values:
         return value
     try:
         return setting.check(value)
-    except checks.Wrong as wrong:
+    except setting_checks.InvalidSettingValue as wrong:
         raise GenerationError(f"setting {name}", repr(value), wrong.expected) from None
 
 
-def _check_together(chosen: Settings) -> None:
-    if chosen.num_return_sequences > 1 and chosen.num_beams == 1 and not chosen.do_sample:
+def _check_combinations(settings: Settings) -> None:
+    if settings.num_return_sequences > 1 and settings.num_beams == 1 and not settings.do_sample:
         raise GenerationError(
             "setting num_return_sequences",
-            f"{chosen.num_return_sequences} greedy texts",
+            f"{settings.num_return_sequences} greedy texts",
             "1",
             "set do_sample or num_beams",
         )
-    if 1 < chosen.num_beams < chosen.num_return_sequences:
+    if 1 < settings.num_beams < settings.num_return_sequences:
         raise GenerationError(
-            "setting num_return_sequences", f"{chosen.num_return_sequences}", f"at most num_beams, {chosen.num_beams}"
+            "setting num_return_sequences",
+            f"{settings.num_return_sequences}",
+            f"at most num_beams, {settings.num_beams}",
         )
-    if chosen.prompt_lookup_num_tokens and chosen.num_beams > 1:
+    if settings.prompt_lookup_num_tokens and settings.num_beams > 1:
         raise GenerationError(
-            "setting num_beams", f"{chosen.num_beams} with prompt_lookup_num_tokens", "1", "leave one of them out"
+            "setting num_beams", f"{settings.num_beams} with prompt_lookup_num_tokens", "1", "leave one of them out"
         )
-    if chosen.bad_words_ids and all(len(word) == 1 and word[0] in chosen.eos_token_id for word in chosen.bad_words_ids):
+    if settings.bad_words_ids and all(
+        len(word) == 1 and word[0] in settings.eos_token_id for word in settings.bad_words_ids
+    ):
         raise GenerationError(
             "setting bad_words_ids", "only eos tokens, which are never bad", "another token", "leave it out"
         )
-    if chosen.exponential_decay_length_penalty and not chosen.eos_token_id:
+    if settings.exponential_decay_length_penalty and not settings.eos_token_id:
         raise GenerationError(
             "setting exponential_decay_length_penalty", "no eos_token_id", "an eos token that it can raise"
         )

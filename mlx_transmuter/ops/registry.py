@@ -16,17 +16,17 @@ import mlx.nn as nn
 import numpy as np
 
 
-class Host(np.ndarray):
+class HostArray(np.ndarray):
     """Annotation of an input whose value must be known while a step is traced; the function gets a numpy array."""
 
 
-class Known(np.ndarray):
+class HostArrayIfKnown(np.ndarray):
     """Annotation of an input that comes as a numpy array where it is known while a step is traced, else as an
     `mx.array`.
     """
 
 
-class Layer(nn.Module):
+class NNLayer(nn.Module):
     """Annotation of an input that is a layer of the module; the function gets the `mlx.nn` layer and calls it."""
 
 
@@ -47,22 +47,22 @@ class Operator:
 
     name: str
     function: Callable[..., Any]
-    inputs: tuple[str, ...]
-    required: int
-    variadic: bool
-    host: frozenset[int]
-    host_variadic: bool
-    known: frozenset[int]
-    attributes: dict[str, Any]
-    wants_outputs: bool
+    input_names: tuple[str, ...]
+    required_inputs: int
+    is_variadic: bool
+    host_inputs: frozenset[int]
+    host_variadic_inputs: bool
+    host_if_known_inputs: frozenset[int]
+    attribute_defaults: dict[str, Any]
+    takes_output_count: bool
 
     @property
-    def doc(self) -> str:
+    def docstring(self) -> str:
         return inspect.getdoc(self.function) or ""
 
 
 OPERATORS: dict[str, Operator] = {}
-_FORMS: dict[str, list[int]] = {}
+_OPSETS_BY_OP_TYPE: dict[str, list[int]] = {}
 
 
 def op(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -89,27 +89,27 @@ def op(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 tuple(p.name for p in inputs),
                 sum(p.default is p.empty for p in inputs),
                 bool(variadic),
-                frozenset(i for i, p in enumerate(inputs) if p.annotation is Host),
-                bool(variadic) and variadic[0].annotation is Host,
-                frozenset(i for i, p in enumerate(inputs) if p.annotation is Known),
+                frozenset(i for i, p in enumerate(inputs) if p.annotation is HostArray),
+                bool(variadic) and variadic[0].annotation is HostArray,
+                frozenset(i for i, p in enumerate(inputs) if p.annotation is HostArrayIfKnown),
                 keywords,
                 wants_outputs,
             )
             kind, _, since = name.rpartition("-")
             if kind and since.isdigit():
-                _FORMS.setdefault(kind, []).append(int(since))
-                _FORMS[kind].sort()
+                _OPSETS_BY_OP_TYPE.setdefault(kind, []).append(int(since))
+                _OPSETS_BY_OP_TYPE[kind].sort()
         return function
 
     return declare
 
 
-def form(kind: str, opset: int) -> str | None:
+def resolve_operator(op_type: str, opset: int) -> str | None:
     """The declared form of `kind` ("Expand", "com.microsoft.Gelu") that holds at `opset`: the newest not newer; or
     None.
     """
-    since = [version for version in _FORMS.get(kind, ()) if version <= opset]
-    return f"{kind}-{since[-1]}" if since else None
+    since = [version for version in _OPSETS_BY_OP_TYPE.get(op_type, ()) if version <= opset]
+    return f"{op_type}-{since[-1]}" if since else None
 
 
 REQUIRED: Any = inspect.Parameter.empty

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 # ONNX TensorProto.DataType -> (the type's name, what the device holds of it)
-TYPES: dict[int, tuple[str, mx.Dtype | None]] = {
+ELEMENT_TYPES: dict[int, tuple[str, mx.Dtype | None]] = {
     1: ("float32", mx.float32),
     2: ("uint8", mx.uint8),
     3: ("int8", mx.int8),
@@ -39,24 +39,24 @@ TYPES: dict[int, tuple[str, mx.Dtype | None]] = {
     27: ("float6_e2m3", None),
     28: ("float6_e3m2", None),
 }
-NAMES = {code: name for code, (name, _) in TYPES.items()}
-CODES = {name: code for code, name in NAMES.items()}
+ELEMENT_TYPE_NAMES = {code: name for code, (name, _) in ELEMENT_TYPES.items()}
+ELEMENT_TYPE_CODES = {name: code for code, name in ELEMENT_TYPE_NAMES.items()}
 
-_NARROW = {"int64": np.int32, "uint64": np.uint32}
+_DEVICE_INTEGERS = {"int64": np.int32, "uint64": np.uint32}
 
 
-def device_dtype(name: str) -> mx.Dtype:
+def device_dtype(type_name: str) -> mx.Dtype:
     """What a device holds of the ONNX type `name`. Raises ValueError for a type that MLX has no form of."""
-    dtype = TYPES[CODES[name]][1]
+    dtype = ELEMENT_TYPES[ELEMENT_TYPE_CODES[type_name]][1]
     if dtype is None:
-        raise ValueError(f"found a tensor of type {name}; MLX has no such type")
+        raise ValueError(f"found a tensor of type {type_name}; MLX has no such type")
     return dtype
 
 
 def to_device(array: np.ndarray) -> mx.array:
     """The host array as an `mx.array` no wider than 32 bits; integers out of range are clamped to the range."""
     array = np.asarray(array, order="C")  # MLX takes no negative strides
-    narrow = _NARROW.get(array.dtype.name)
+    narrow = _DEVICE_INTEGERS.get(array.dtype.name)
     if narrow is not None:
         limits = np.iinfo(narrow)
         array = np.clip(array, limits.min, limits.max).astype(narrow)

@@ -15,12 +15,12 @@ from mlx_transmuter import generation as loop
 from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.model import Model
 
-Steps = Generator[loop.Step, None, list[loop.Result]]
+GenerationSteps = Generator[loop.StepOutput, None, list[loop.GenerationResult]]
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
 
 @dataclass(frozen=True)
-class Result:
+class TextResult:
     """A generated text.
 
     text: up to the eos or the stop string, neither included; "" where the model has no tokenizer. tokens: ids without
@@ -33,7 +33,7 @@ class Result:
     tokens: list[int]
     logprobs: list[float] | None
     finish_reason: str
-    guesses: loop.Guesses | None = None
+    draft_counts: loop.DraftCounts | None = None
 
 
 class Piece(str):
@@ -53,7 +53,7 @@ class Piece(str):
     generation_tps: float
     peak_memory: float
     finish_reason: str | None
-    guesses: loop.Guesses | None
+    draft_counts: loop.DraftCounts | None
 
     @property
     def text(self) -> str:
@@ -90,7 +90,7 @@ class TextGeneration:
         model: Model,
         token_logprobs: bool,
         template_vars: Mapping[str, Any],
-        assistant: Model | None,
+        assistant_model: Model | None,
         settings: dict[str, Any],
         prompt_cache: PromptCache | None = None,
     ):
@@ -98,7 +98,7 @@ class TextGeneration:
         self.template_vars = dict(template_vars)
         if "eos_token_id" not in settings and (eos := eos_token_ids(model)):
             settings = {**settings, "eos_token_id": eos}
-        self.context = loop.context(model, token_logprobs=token_logprobs, assistant_model=assistant, **settings)
+        self.context = loop.context(model, token_logprobs=token_logprobs, assistant_model=assistant_model, **settings)
         self.stop_strings = self.context.settings.stop_strings
         if self.stop_strings and self.tokenizer is None:
             raise GenerationError(
@@ -107,7 +107,7 @@ class TextGeneration:
                 "a tokenizer that finds them",
                 "give eos_token_id",
             )
-        self._compiled: dict[int, loop.Compiled] = {}
+        self._compiled_batches: dict[int, loop.CompiledGeneration] = {}
 
     def __call__(self, prompts: Prompt | Sequence[Prompt], *, seed: int | Sequence[int] | None = None) -> Any:
         """The Result of a prompt, or the list of Results of a list of prompts.
@@ -121,14 +121,14 @@ class TextGeneration:
         """
         if isinstance(prompts, bytes) or not isinstance(prompts, Sequence | np.ndarray):
             raise GenerationError(
-                "prompt", _short(prompts), "a str, a list of chat messages or token ids, or a list of these"
+                "prompt", shorten(prompts), "a str, a list of chat messages or token ids, or a list of these"
             )
-        if one := _is_one(prompts):
+        if one := _is_single_prompt(prompts):
             prompts = [prompts]  # type: ignore[list-item]
         ids = [self.encode(prompt) for prompt in prompts]  # type: ignore[arg-type]
         if not ids:
             return []
-        found = [self._result(result) for result in _results(self._run(ids, seed))]
+        found = [self._text_result(result) for result in _finish_steps(self._start_steps(ids, seed))]
         texts = self.context.settings.num_return_sequences
         grouped = [found[i * texts : i * texts + texts] if texts > 1 else found[i] for i in range(len(ids))]
         return grouped[0] if one else grouped
@@ -139,14 +139,14 @@ class TextGeneration:
         No piece holds half a character, or the beginning of a stop string that may still come. Closing the generator
         ends the run. Raises as a call does, and GenerationError for several prompts or texts.
         """
-        if not _is_one(prompt) or self.context.settings.num_return_sequences > 1:
+        if not _is_single_prompt(prompt) or self.context.settings.num_return_sequences > 1:
             raise GenerationError("prompt", "several prompts or texts", "one to stream", "call the task itself")
         ids = self.encode(prompt)
-        return self._pieces(len(ids), self._run([ids], seed))
+        return self._stream_pieces(len(ids), self._start_steps([ids], seed))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, as the model gets them. Raises GenerationError where there are none."""
-        chat = _begins_with(prompt, Mapping)
+        chat = _first_item_is(prompt, Mapping)
         if self.tokenizer is None and (chat or isinstance(prompt, str)):
             raise GenerationError(
                 "prompt", "text, and a model without a tokenizer", "token ids", "put a tokenizer.json into its folder"
@@ -160,25 +160,25 @@ class TextGeneration:
         elif (
             isinstance(prompt, Sequence | np.ndarray)
             and not isinstance(prompt, bytes)
-            and all(_is_id(id) for id in prompt)
+            and all(_is_token_id(id) for id in prompt)
         ):
             ids = [int(id) for id in prompt]  # type: ignore[arg-type]
         else:
-            raise GenerationError("prompt", _short(prompt), "a str, a list of chat messages or a list of token ids")
+            raise GenerationError("prompt", shorten(prompt), "a str, a list of chat messages or a list of token ids")
         if not ids:
-            raise GenerationError("prompt", f"no tokens in {_short(prompt)}", "at least one token")
+            raise GenerationError("prompt", f"no tokens in {shorten(prompt)}", "at least one token")
         return ids
 
     @property
     def compilations(self) -> int:
         """How many step functions were compiled, one for each shape."""
-        return sum(gen.compilations for gen in self._compiled.values())
+        return sum(gen.compilation_count for gen in self._compiled_batches.values())
 
-    def _run(self, ids: Sequence[list[int]], seed: int | Sequence[int] | None) -> Steps:
+    def _start_steps(self, ids: Sequence[list[int]], seed: int | Sequence[int] | None) -> GenerationSteps:
         """The steps of `generation.run` for these prompts, in a batch of the next power of two."""
         size = 1 << (len(ids) - 1).bit_length()
-        if size not in self._compiled:
-            self._compiled[size] = loop.compile(self.context, size)
+        if size not in self._compiled_batches:
+            self._compiled_batches[size] = loop.compile(self.context, size)
         if seed is None:
             seeds = [random.SystemRandom().randrange(2**31) for _ in ids]
         else:
@@ -186,11 +186,13 @@ class TextGeneration:
         if len(seeds) != len(ids):
             raise GenerationError("seed", f"{len(seeds)} seeds", f"one, or one for each of {len(ids)} prompts")
         padding = size - len(ids)
-        stop = self._stops if self.stop_strings else None
+        stop = self._has_stop_string if self.stop_strings else None
         prompts, seeds = [*ids, *[[]] * padding], [*seeds, *[0] * padding]
-        return loop.run(self._compiled[size], prompts, seeds, stop=[stop] * size, prompt_cache=self.prompt_cache)
+        return loop.generate_steps(
+            self._compiled_batches[size], prompts, seeds, stop=[stop] * size, prompt_cache=self.prompt_cache
+        )
 
-    def _pieces(self, prompt_tokens: int, steps: Steps) -> Generator[Piece, None, None]:
+    def _stream_pieces(self, prompt_tokens: int, steps: GenerationSteps) -> Generator[Piece, None, None]:
         decoder = self.tokenizer.stream() if self.tokenizer else None
         count = sent = 0
         final = ""
@@ -204,13 +206,13 @@ class TextGeneration:
                 count += 1
                 final += decoder.push(token) if decoder else ""
             reason = guesses = None
-            end = len(final) - _held(final, self.stop_strings)
+            end = len(final) - _stop_prefix_length(final, self.stop_strings)
             if step.finished[0]:
-                result = self._result(_results(steps)[0])
-                final, end, reason, guesses = result.text, len(result.text), result.finish_reason, result.guesses
+                result = self._text_result(_finish_steps(steps)[0])
+                final, end, reason, guesses = result.text, len(result.text), result.finish_reason, result.draft_counts
             piece = Piece(final[sent:end])
             sent = end
-            piece.token, piece.finish_reason, piece.guesses = token, reason, guesses
+            piece.token, piece.finish_reason, piece.draft_counts = token, reason, guesses
             piece.logprobs = float(step.logprob[0]) if step.logprob is not None and token is not None else None
             piece.prompt_tokens, piece.generation_tokens = prompt_tokens, count
             piece.prompt_tps = prompt_tokens / max(first - started, 1e-9)
@@ -218,18 +220,18 @@ class TextGeneration:
             piece.peak_memory = mx.get_peak_memory() / 1e9
             yield piece
 
-    def _stops(self, tokens: Sequence[int]) -> bool:
+    def _has_stop_string(self, tokens: Sequence[int]) -> bool:
         """Whether the text of these tokens holds a stop string. It is decoded whole: a byte can change what it ends."""
         text = self.tokenizer.decode(tokens)  # type: ignore[union-attr]
         return any(stop in text for stop in self.stop_strings)
 
-    def _result(self, result: loop.Result) -> Result:
+    def _text_result(self, result: loop.GenerationResult) -> TextResult:
         tokens = [token.id for token in result.tokens]
         text = self.tokenizer.decode(tokens) if self.tokenizer else ""
         ends = [place for stop in self.stop_strings if (place := text.find(stop)) >= 0]
         logprobs = [token.logprob for token in result.tokens] if self.context.token_logprobs else None
         text = text[: min(ends, default=len(text))]
-        return Result(text, tokens, logprobs, result.finish_reason, result.guesses)  # type: ignore[arg-type]
+        return TextResult(text, tokens, logprobs, result.finish_reason, result.draft_counts)  # type: ignore[arg-type]
 
 
 def eos_token_ids(model: Model) -> list[int]:
@@ -239,26 +241,26 @@ def eos_token_ids(model: Model) -> list[int]:
     return [*dict.fromkeys([*ids, *(model.tokenizer.eos_token_ids if model.tokenizer else ())])]
 
 
-def _is_one(prompts: Any) -> bool:
+def _is_single_prompt(prompts: Any) -> bool:
     """Whether this is one prompt: a str, or a list that begins with a message or a token id."""
-    return isinstance(prompts, str) or _begins_with(prompts, Mapping | int | np.integer)
+    return isinstance(prompts, str) or _first_item_is(prompts, Mapping | int | np.integer)
 
 
-def _begins_with(value: Any, kind: Any) -> bool:
+def _first_item_is(value: Any, kind: Any) -> bool:
     return hasattr(value, "__len__") and len(value) > 0 and isinstance(value[0], kind)
 
 
-def _is_id(value: Any) -> bool:
+def _is_token_id(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _held(text: str, stops: Sequence[str]) -> int:
+def _stop_prefix_length(text: str, stops: Sequence[str]) -> int:
     """How many characters at the end of text may be the beginning of a stop string."""
     sizes = [size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])]
     return max(sizes, default=0)
 
 
-def _results(steps: Steps) -> list[loop.Result]:
+def _finish_steps(steps: GenerationSteps) -> list[loop.GenerationResult]:
     """What a run returns at its end."""
     while True:
         try:
@@ -267,6 +269,6 @@ def _results(steps: Steps) -> list[loop.Result]:
             return end.value
 
 
-def _short(value: object) -> str:
+def shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -45,7 +45,7 @@ class Transmuted:
                 self.model, num_beams=beams, max_new_tokens=new, do_sample=False, eos_token_id=None
             )
             self.compiled[key] = generation.compile(ctx, len(prompts))
-        for step in generation.run(self.compiled[key], prompts, [0] * len(prompts)):
+        for step in generation.generate_steps(self.compiled[key], prompts, [0] * len(prompts)):
             yield [int(token) for token in step.token]
 
     def shapes(self) -> int:
@@ -66,14 +66,14 @@ class Rows(Transmuted):
     def tokens(self, prompts: Prompts, new: int, beams: int) -> Iterator[list[int]]:
         import mlx.core as mx
 
-        from mlx_transmuter.decoder import Decoder
+        from mlx_transmuter.runtime.decoder import Decoder
 
         if beams > 1:
             raise NotImplementedError("beams")
         key = (len(prompts), 0, 1)
         if key not in self.compiled:
             self.compiled[key] = Decoder(self.model.decoder, len(prompts))
-        run = self.compiled[key].begin([len(prompts[0]) + new] * len(prompts), paged=self.paged)  # type: ignore[attr-defined]
+        run = self.compiled[key].begin_session([len(prompts[0]) + new] * len(prompts), paged=self.paged)  # type: ignore[attr-defined]
         tokens = np.array(prompts, np.int32)
         for _ in range(new):
             found = mx.argmax(run.step(tokens, [tokens.shape[1]] * len(prompts)), axis=-1)

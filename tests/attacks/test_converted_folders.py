@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from mlx_transmuter import ops
-from mlx_transmuter.decoder import Decoder, DecoderError
 from mlx_transmuter.model import load_folder
 from mlx_transmuter.ops import OperatorError
 from mlx_transmuter.program import ProgramError
-from mlx_transmuter.signature import SignatureError
+from mlx_transmuter.program.signature import SignatureError
+from mlx_transmuter.runtime.decoder import Decoder, DecoderError
 
 OURS = (ProgramError, OperatorError, DecoderError, SignatureError)
 
@@ -41,7 +41,7 @@ def run(folder: Path) -> mx.array:
     """Two parts of a prompt of two rows through the folder's decoder."""
     model = load_folder(folder)
     assert model.cache_mode
-    session = Decoder(model.decoder, 2).begin([5, 5])
+    session = Decoder(model.decoder, 2).begin_session([5, 5])
     for size in (4, 1):
         logits = session.step(np.full((2, size), 3, np.int32), [size, size])
         session.evaluate(logits)

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from converters.errors import ConvertError
-from converters.names import name_weights
-from converters.read import read
+from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.onnx_reader.reader import read_onnx
+from mlx_transmuter.converters.onnx_reader.weight_names import name_weights
 
 ROOT = Path(__file__).parents[2]
 F32, BOOL = TensorProto.FLOAT, TensorProto.BOOL
@@ -95,9 +95,9 @@ BOMBS = {
 READ_ALL = """
 import os, resource, sys
 from pathlib import Path
-from converters.errors import ConvertError
-from converters.names import name_weights
-from converters.read import read
+from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.onnx_reader.weight_names import name_weights
+from mlx_transmuter.converters.onnx_reader.reader import read_onnx
 
 for name, most in zip(sys.argv[1::2], sys.argv[2::2]):
     if os.fork():
@@ -107,7 +107,7 @@ for name, most in zip(sys.argv[1::2], sys.argv[2::2]):
     resource.setrlimit(resource.RLIMIT_AS, (used + int(most),) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
     try:
-        name_weights(read(Path(name)))
+        name_weights(read_onnx(Path(name)))
     except ConvertError:
         pass
     except BaseException as problem:
@@ -249,8 +249,8 @@ def attempt(data: bytes, path: Path) -> None:
     path.write_bytes(data)
     tracemalloc.start()
     try:
-        program = read(path)
-        for tensor in program.arrays.values():
+        program = read_onnx(path)
+        for tensor in program.tensors.values():
             assert tensor.read().shape == tensor.shape
         name_weights(program).validate()
     except ConvertError:

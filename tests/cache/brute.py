@@ -6,22 +6,22 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-Rows = list[list[int]]
+IntRows = list[list[int]]
 
 
 @dataclass
-class Brute:
+class ReferenceIndex:
     """One index. case is "tabled", "whole" or "packed"; every list is nested Python lists of ints (bools in sees)."""
 
     case: str
-    pos: Rows
-    table: Rows | None = None
+    pos: IntRows
+    table: IntRows | None = None
     row: list[int] | None = None
-    blocks: dict[int, Rows] = field(default_factory=dict)
+    blocks: dict[int, IntRows] = field(default_factory=dict)
     every: int = 1
     window: int | None = None
-    columns: list[Rows] | None = None
-    slots: Rows | None = None
+    columns: list[IntRows] | None = None
+    slots: IntRows | None = None
     sees: list[list[list[bool]]] | None = None
 
     # Tokens
@@ -34,14 +34,14 @@ class Brute:
     def seq(self) -> int:
         return len(self.pos[0])
 
-    def sequence(self, lane: int) -> int | None:
+    def table_row(self, lane: int) -> int | None:
         """The row of the table that the lane's tokens belong to; None where it has none."""
         named = lane if self.row is None else self.row[lane]
         return named if self.table is not None and 0 <= named < len(self.table) else None
 
     def position(self, lane: int, token: int) -> int | None:
         """None for padding."""
-        if self.table is not None and self.sequence(lane) is None:
+        if self.table is not None and self.table_row(lane) is None:
             return None
         p = self.pos[lane][token]
         return p if p >= 0 else None
@@ -55,7 +55,7 @@ class Brute:
                 out[b, i] = 0 if p is None else min(p, last)
         return out
 
-    def started(self, lane: int, token: int) -> int:
+    def sequence_start(self, lane: int, token: int) -> int:
         """The token of the lane that begins this one's sequence, in a packed lane."""
         return token - self.pos[lane][token]
 
@@ -70,7 +70,7 @@ class Brute:
             places = [j * m + m - 1 for j in range((self.seq + m - 1) // m)]
             return [("token", held[p], p) if p in held else ("none", 0, p) for p in places]
         table = self.table if m == 1 else self.blocks[m]
-        r = self.sequence(lane)
+        r = self.table_row(lane)
         slots = [-1] * len(table[0]) if r is None else table[r]
         out = [("slot", s, j if m == 1 else j * m + m - 1) for j, s in enumerate(slots)]
         if self.slots is not None:
@@ -87,7 +87,7 @@ class Brute:
             return False
         if self.window is not None and place <= p - self.window:
             return False
-        if self.case == "packed" and self.started(lane, token) != self.started(lane, what):
+        if self.case == "packed" and self.sequence_start(lane, token) != self.sequence_start(lane, what):
             return False
         if self.slots is not None and self.sees is not None:
             if kind == "token":
@@ -106,7 +106,7 @@ class Brute:
 
     # Pools
 
-    def target(self, lane: int, token: int) -> int | None:
+    def target_slot(self, lane: int, token: int) -> int | None:
         """The slot the token stores at, in range or not; None where it has none."""
         p = self.position(lane, token)
         if p is None or self.table is None:
@@ -118,22 +118,22 @@ class Brute:
                 return slot
         return None
 
-    def targets(self, size: int) -> list[int]:
+    def target_slots(self, size: int) -> list[int]:
         """The slots of a pool of that size that the call stores at, one per storing token."""
-        found = [self.target(b, i) for b in range(self.batch) for i in range(self.seq)]
+        found = [self.target_slot(b, i) for b in range(self.batch) for i in range(self.seq)]
         return [t for t in found if t is not None and 0 <= t < size]
 
-    def store(self, values: np.ndarray, pool: np.ndarray) -> np.ndarray:
+    def write(self, values: np.ndarray, pool: np.ndarray) -> np.ndarray:
         pool = pool.copy()
         for b in range(self.batch):
             for i in range(self.seq):
-                t = self.target(b, i)
+                t = self.target_slot(b, i)
                 if t is not None and 0 <= t < len(pool):
                     pool[t] = values[b, i]
         return pool
 
     def extend(self, values: np.ndarray, pool: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        pool = self.store(values, pool)
+        pool = self.write(values, pool)
         lanes = []
         for b in range(self.batch):
             columns = self.columns_of(b)
@@ -160,7 +160,7 @@ class Brute:
             lanes.append(read)
         return np.array(lanes, pool.dtype), pool
 
-    def advance(self) -> Brute:
+    def advance(self) -> ReferenceIndex:
         after = []
         for b in range(self.batch):
             held = [q for i in range(self.seq) if (q := self.position(b, i)) is not None]
@@ -168,7 +168,7 @@ class Brute:
         return replace(self, pos=after, columns=None, slots=None, sees=None)
 
 
-def attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def reference_attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """softmax(query · keysᵀ) · values over the columns of mask [n, context]; a query that sees none gives zero."""
     out = np.zeros((len(query), values.shape[1]))
     for i, seen in enumerate(mask):

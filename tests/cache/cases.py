@@ -7,27 +7,27 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from brute import Brute
+from brute import ReferenceIndex
 from hypothesis import strategies as st
 
 from mlx_transmuter.cache import CacheIndex
 
-DTYPES = [np.float32, np.float16, np.int32, np.uint8, np.bool_, np.int64]
-TAILS = [(), (3,), (2, 2), (4,)]
+POOL_DTYPES = [np.float32, np.float16, np.int32, np.uint8, np.bool_, np.int64]
+ROW_SHAPES = [(), (3,), (2, 2), (4,)]
 
 
 @dataclass
-class Case:
+class IndexCase:
     index: CacheIndex
-    brute: Brute
+    reference: ReferenceIndex
     pool: np.ndarray  # NaN and infinity anywhere
     values: np.ndarray
 
     def __repr__(self) -> str:
-        return f"Case({self.brute}, pool of {len(self.pool)} slots, {self.pool.dtype})"
+        return f"Case({self.reference}, pool of {len(self.pool)} slots, {self.pool.dtype})"
 
 
-def slots_of(rng: np.random.Generator, rows: int, width: int, pool: int, share: bool) -> np.ndarray:
+def random_table(rng: np.random.Generator, rows: int, width: int, pool: int, share: bool) -> np.ndarray:
     """A table: no slot twice, some holes, some numbers outside the pool; maybe a prefix shared by two rows."""
     table = rng.permutation(max(pool, rows * width))[: rows * width].reshape(rows, width)
     odd = rng.random((rows, width))
@@ -40,7 +40,7 @@ def slots_of(rng: np.random.Generator, rows: int, width: int, pool: int, share: 
     return table.astype(np.int32)
 
 
-def tokens_of(rng: np.random.Generator, lanes: int, seq: int, row: np.ndarray, table: np.ndarray) -> np.ndarray:
+def random_positions(rng: np.random.Generator, lanes: int, seq: int, row: np.ndarray, table: np.ndarray) -> np.ndarray:
     """Positions no sequence has twice, padding among them, some past the last column; none aims at a shared slot."""
     width = table.shape[1]
     reach = max(width + 2, lanes * seq)
@@ -60,7 +60,7 @@ def tokens_of(rng: np.random.Generator, lanes: int, seq: int, row: np.ndarray, t
     return pos.astype(np.int32)
 
 
-def array(rng: np.random.Generator, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: type) -> np.ndarray:
     """Random values of the dtype, with NaN, infinities and both zeros where it has them."""
     if dtype == np.bool_:
         return rng.random(shape) < 0.5
@@ -74,14 +74,14 @@ def array(rng: np.random.Generator, shape: tuple[int, ...], dtype: type) -> np.n
     return values
 
 
-def _arguments(rng: np.random.Generator, draw: Any) -> tuple[CacheIndex, Brute, int, dict[int, int]]:
+def _random_index(rng: np.random.Generator, draw: Any) -> tuple[CacheIndex, ReferenceIndex, int, dict[int, int]]:
     case = draw(st.sampled_from(["make", "make", "make", "rows", "whole", "packed"]))
     batch, seq = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     sizes = draw(st.lists(st.integers(2, 4), max_size=2, unique=True))
     if case == "whole":
         lens = [int(n) for n in rng.integers(0, seq + 1, batch)] if draw(st.booleans()) else None
         pos = [[max(-1, i - (seq - n)) for i in range(seq)] for n in (lens or [seq] * batch)]
-        return CacheIndex.whole(batch, seq, lens), Brute("whole", pos), int(rng.integers(0, 5)), {}
+        return CacheIndex.whole(batch, seq, lens), ReferenceIndex("whole", pos), int(rng.integers(0, 5)), {}
     if case == "packed":
         lanes, lens = [], []
         for _ in range(batch):
@@ -89,7 +89,7 @@ def _arguments(rng: np.random.Generator, draw: Any) -> tuple[CacheIndex, Brute, 
             counts = np.diff(cuts).tolist()
             lens.append(counts)
             lanes.append([-1] * (seq - sum(counts)) + [p for n in counts for p in range(n)])
-        return CacheIndex.packed(seq, lens), Brute("packed", lanes), int(rng.integers(0, 5)), {}
+        return CacheIndex.packed(seq, lens), ReferenceIndex("packed", lanes), int(rng.integers(0, 5)), {}
     if case == "rows":
         context = draw(st.integers(1, 7))
         lens = [int(n) for n in rng.integers(0, context + 1, batch)]
@@ -98,27 +98,27 @@ def _arguments(rng: np.random.Generator, draw: Any) -> tuple[CacheIndex, Brute, 
         widths = {m: (context + m - 1) // m for m in sizes}
         tables = {m: np.arange(batch * c).reshape(batch, c).tolist() for m, c in widths.items()}
         table = np.arange(batch * context).reshape(batch, context).tolist()
-        brute = Brute("tabled", pos, table, None, tables)
+        brute = ReferenceIndex("tabled", pos, table, None, tables)
         pool = batch * context + int(rng.integers(-1, 2)) * draw(st.booleans())
         return CacheIndex.rows(context, lens, sizes), brute, pool, {m: batch * c for m, c in widths.items()}
     rows, context = draw(st.integers(1, 3)), draw(st.integers(1, 7))
     named = draw(st.booleans()) or rows != batch
     row = rng.choice([*range(rows), *range(rows), -1, -5, rows, rows + 3], batch) if named else np.arange(batch)
     pool = draw(st.integers(1, rows * context + 3))
-    table = slots_of(rng, rows, context, pool, draw(st.booleans()))
-    pos = tokens_of(rng, batch, seq, row, table)
-    blocks = {m: slots_of(rng, rows, int(rng.integers(1, 5)), pool, False) for m in sizes}
+    table = random_table(rng, rows, context, pool, draw(st.booleans()))
+    pos = random_positions(rng, batch, seq, row, table)
+    blocks = {m: random_table(rng, rows, int(rng.integers(1, 5)), pool, False) for m in sizes}
     index = CacheIndex.make(pos, table, row.astype(np.int32) if named else None, list(blocks.items()))
     tables = {m: t.tolist() for m, t in blocks.items()}
-    brute = Brute("tabled", pos.tolist(), table.tolist(), row.tolist() if named else None, tables)
+    brute = ReferenceIndex("tabled", pos.tolist(), table.tolist(), row.tolist() if named else None, tables)
     return index, brute, pool, dict.fromkeys(sizes, pool)
 
 
 @st.composite
-def cases(draw: Any) -> Case:
+def index_cases(draw: Any) -> IndexCase:
     """Any index the type can hold, a pool of random width and dtype, and values for the call."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    index, brute, pool, blocks = _arguments(rng, draw)
+    index, brute, pool, blocks = _random_index(rng, draw)
     batch, seq = brute.batch, brute.seq
     if draw(st.booleans()):
         w = draw(st.sampled_from([1, 2, 3, 5, 2**31 - 1, 2**40]))
@@ -140,11 +140,13 @@ def cases(draw: Any) -> Case:
         sees = rng.random((batch, seq, seq)) < 0.6
         index = index.draft(slots.astype(np.int32), sees)
         brute = replace(brute, slots=slots.tolist(), sees=sees.tolist())
-    dtype, tail = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(TAILS))
-    return Case(index, brute, array(rng, (pool, *tail), dtype), array(rng, (batch, seq, *tail), dtype))
+    dtype, tail = draw(st.sampled_from(POOL_DTYPES)), draw(st.sampled_from(ROW_SHAPES))
+    return IndexCase(
+        index, brute, random_array(rng, (pool, *tail), dtype), random_array(rng, (batch, seq, *tail), dtype)
+    )
 
 
-def same(found: mx.array, wanted: np.ndarray) -> None:
+def assert_same_bits(found: mx.array, wanted: np.ndarray) -> None:
     """Same shape, same dtype, same bits, NaN and the sign of zero included."""
     got = np.array(found)
     assert got.shape == wanted.shape

@@ -7,70 +7,82 @@ from io import StringIO
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import array, same
+from cases import assert_same_bits, random_array
 
 from mlx_transmuter.cache import CacheIndex
 
 SLOTS = 24
 
 
-def tables(rng: np.random.Generator, rows: int, width: int) -> np.ndarray:
+def random_table(rng: np.random.Generator, rows: int, width: int) -> np.ndarray:
     table = rng.permutation(SLOTS)[: rows * width].reshape(rows, width)
     return np.where(rng.random((rows, width)) < 0.15, rng.choice([-1, 99]), table)
 
 
-def positions(rng: np.random.Generator, batch: int, seq: int, width: int) -> np.ndarray:
+def random_positions(rng: np.random.Generator, batch: int, seq: int, width: int) -> np.ndarray:
     start = rng.integers(0, width, (batch, 1))
     return np.where(rng.random((batch, seq)) < 0.2, -1, start + np.arange(seq))
 
 
-def a_table(rng: np.random.Generator) -> CacheIndex:
-    return CacheIndex.make(positions(rng, 3, 2, 5), tables(rng, 2, 5), row=rng.permutation([0, 1, -1]))
+def table_index(rng: np.random.Generator) -> CacheIndex:
+    return CacheIndex.make(random_positions(rng, 3, 2, 5), random_table(rng, 2, 5), row=rng.permutation([0, 1, -1]))
 
 
-def a_window(rng: np.random.Generator) -> CacheIndex:
-    return a_table(rng).window(2)
+def window_index(rng: np.random.Generator) -> CacheIndex:
+    return table_index(rng).window(2)
 
 
-def a_selection(rng: np.random.Generator) -> CacheIndex:
-    return a_table(rng).select(rng.integers(-2, 7, (3, 2, 3)))
+def selection_index(rng: np.random.Generator) -> CacheIndex:
+    return table_index(rng).select(rng.integers(-2, 7, (3, 2, 3)))
 
 
-def blocks(rng: np.random.Generator) -> CacheIndex:
-    index = CacheIndex.make(positions(rng, 2, 3, 9), tables(rng, 2, 9), every=[(2, tables(rng, 2, 4))])
+def every_index(rng: np.random.Generator) -> CacheIndex:
+    index = CacheIndex.make(
+        random_positions(rng, 2, 3, 9), random_table(rng, 2, 9), every=[(2, random_table(rng, 2, 4))]
+    )
     return index.every(2)
 
 
-def a_draft(rng: np.random.Generator) -> CacheIndex:
+def draft_index(rng: np.random.Generator) -> CacheIndex:
     table = rng.permutation(SLOTS)
-    index = CacheIndex.make(positions(rng, 2, 3, 6), table[:12].reshape(2, 6))
+    index = CacheIndex.make(random_positions(rng, 2, 3, 6), table[:12].reshape(2, 6))
     return index.draft(table[12:18].reshape(2, 3), rng.random((2, 3, 3)) < 0.5)
 
 
-def runs_by_heads(rng: np.random.Generator) -> CacheIndex:
+def heads_run_index(rng: np.random.Generator) -> CacheIndex:
     index = CacheIndex.rows(6, [3, int(rng.integers(0, 4))])
-    return index.narrow(4).heads(2, 6)
+    return index.limit_context(4).for_heads(2, 6)
 
 
-def packs(rng: np.random.Generator) -> CacheIndex:
+def packed_index(rng: np.random.Generator) -> CacheIndex:
     cut = int(rng.integers(0, 4))
     return CacheIndex.packed(4, [[cut, 4 - cut], [cut]])
 
 
-def of_both(rng: np.random.Generator) -> CacheIndex:
-    return a_draft(rng).twice(SLOTS // 2)
+def key_value_index(rng: np.random.Generator) -> CacheIndex:
+    return draft_index(rng).for_key_value_pool(SLOTS // 2)
 
 
-def runs_of_both(rng: np.random.Generator) -> CacheIndex:
+def key_value_run_index(rng: np.random.Generator) -> CacheIndex:
     index = CacheIndex.rows(3, [2, int(rng.integers(0, 3))])
-    return index.narrow(2).heads(2, 3).twice(12)
+    return index.limit_context(2).for_heads(2, 3).for_key_value_pool(12)
 
 
-FORMS = [a_table, a_window, a_selection, blocks, a_draft, runs_by_heads, packs, of_both, runs_of_both]
+INDEX_FACTORIES = [
+    table_index,
+    window_index,
+    selection_index,
+    every_index,
+    draft_index,
+    heads_run_index,
+    packed_index,
+    key_value_index,
+    key_value_run_index,
+]
 
 
 @pytest.mark.usefixtures("compiling")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", INDEX_FACTORIES)
 def test_a_compiled_step_gives_what_an_eager_one_gives(form):
     """Values vary, shapes do not: one trace serves every index of one structure."""
     rng = np.random.default_rng(4)
@@ -90,11 +102,11 @@ def test_a_compiled_step_gives_what_an_eager_one_gives(form):
         index = form(rng)
         again, leaves = index.walk()
         assert again == signature
-        pool = array(rng, (SLOTS, 2), np.float32)
-        values = array(rng, (index.batch, index.seq, 2), np.float32)
+        pool = random_array(rng, (SLOTS, 2), np.float32)
+        values = random_array(rng, (index.batch, index.seq, 2), np.float32)
         found = step(leaves, mx.array(values), mx.array(pool))
         for got, wanted in zip(found, (*index.extend(values, pool), index.mask(), index.positions()), strict=True):
-            same(got, np.array(wanted))
+            assert_same_bits(got, np.array(wanted))
     assert len(traces) == 1
 
 
@@ -105,21 +117,21 @@ def test_an_index_may_be_built_and_advanced_inside_a_step():
 
     def step(pos, table, columns, values, pool):
         index = CacheIndex.make(pos, table)
-        seen, pool = index.narrow(5).window(3).select(columns).extend(values, pool)
-        return seen, pool, index.heads(2, 6).mask(), index.advance().positions()
+        seen, pool = index.limit_context(5).window(3).select(columns).extend(values, pool)
+        return seen, pool, index.for_heads(2, 6).mask(), index.advance().positions()
 
     compiled = mx.compile(step)
     for _ in range(10):
         arguments = [
-            positions(rng, 1, 2, 6).astype(np.int32),
+            random_positions(rng, 1, 2, 6).astype(np.int32),
             rng.permutation(12)[:6].reshape(1, 6).astype(np.int32),
             rng.integers(-2, 8, (1, 2, 3)).astype(np.int32),
-            array(rng, (1, 2, 2), np.float32),
-            array(rng, (12, 2), np.float32),
+            random_array(rng, (1, 2, 2), np.float32),
+            random_array(rng, (12, 2), np.float32),
         ]
         arguments = [mx.array(a) for a in arguments]
         for got, wanted in zip(compiled(*arguments), step(*arguments), strict=True):
-            same(got, np.array(wanted))
+            assert_same_bits(got, np.array(wanted))
 
 
 def test_layers_share_the_index_arithmetic():

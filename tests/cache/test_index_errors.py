@@ -9,11 +9,11 @@ import pytest
 from mlx_transmuter.cache import CacheError, CacheIndex
 
 make, rows, whole, packed = CacheIndex.make, CacheIndex.rows, CacheIndex.whole, CacheIndex.packed
-tabled = make([[0, 1]], [[3, 4, 5]], every=[(2, [[0, 1]])])
-plain = make([[0, 1]], [[3, 4, 5]])
-chosen = np.zeros((1, 2, 1), int)
+every_index = make([[0, 1]], [[3, 4, 5]], every=[(2, [[0, 1]])])
+table_index = make([[0, 1]], [[3, 4, 5]])
+selected_columns = np.zeros((1, 2, 1), int)
 sees = np.ones((1, 2, 2), bool)
-drafted = plain.draft([[6, 7]], sees)
+draft_index = table_index.draft([[6, 7]], sees)
 pool = np.zeros((8, 2), np.float32)
 values = np.zeros((1, 2, 2), np.float32)
 
@@ -56,49 +56,49 @@ INVALID = {
     "packed: more than seq": (lambda: packed(3, [[1], [2, 2]]), "4 tokens"),
     "packed: a number for a lane": (lambda: packed(3, [1]), "list of lengths"),
     "packed: a number for a list": (lambda: packed(3, 1), "lengths"),
-    "window: 0": (lambda: plain.window(0), "window"),
-    "window: true": (lambda: plain.window(True), "window"),
-    "select: two axes": (lambda: plain.select([[0, 1]]), "columns"),
-    "select: other tokens": (lambda: plain.select(np.zeros((1, 3, 1), int)), "columns"),
-    "select: k 0": (lambda: plain.select(np.zeros((1, 2, 0), int)), "columns"),
-    "select: a draft": (lambda: drafted.select(chosen), "draft"),
-    "draft: slots of another shape": (lambda: plain.draft([[6]], sees), "slots"),
-    "draft: sees of another shape": (lambda: plain.draft([[6, 7]], sees[:, :1]), "sees"),
-    "draft: sees of integers": (lambda: plain.draft([[6, 7]], sees.astype(int)), "booleans"),
+    "window: 0": (lambda: table_index.window(0), "window"),
+    "window: true": (lambda: table_index.window(True), "window"),
+    "select: two axes": (lambda: table_index.select([[0, 1]]), "columns"),
+    "select: other tokens": (lambda: table_index.select(np.zeros((1, 3, 1), int)), "columns"),
+    "select: k 0": (lambda: table_index.select(np.zeros((1, 2, 0), int)), "columns"),
+    "select: a draft": (lambda: draft_index.select(selected_columns), "draft"),
+    "draft: slots of another shape": (lambda: table_index.draft([[6]], sees), "slots"),
+    "draft: sees of another shape": (lambda: table_index.draft([[6, 7]], sees[:, :1]), "sees"),
+    "draft: sees of integers": (lambda: table_index.draft([[6, 7]], sees.astype(int)), "booleans"),
     "draft: whole": (lambda: whole(1, 2).draft([[6, 7]], sees), "over a table"),
     "draft: packed": (lambda: packed(2, [[2]]).draft([[6, 7]], sees), "over a table"),
-    "draft: blocks": (lambda: tabled.every(2).draft([[6, 7]], sees), "without blocks"),
-    "draft: a selection": (lambda: plain.select(chosen).draft([[6, 7]], sees), "selection"),
-    "every: 0": (lambda: plain.every(0), "at least 1"),
-    "every: no such table": (lambda: tabled.every(3), r"\[2\]"),
-    "every: no table": (lambda: plain.every(2), r"\[\]"),
-    "every: blocks of another size": (lambda: tabled.every(2).every(3), "positions"),
-    "every: back to positions": (lambda: tabled.every(2).every(1), "positions"),
-    "every: a selection": (lambda: tabled.select(chosen).every(2), "selection"),
-    "every: a draft": (lambda: tabled.draft([[6, 7]], sees).every(2), "draft"),
+    "draft: blocks": (lambda: every_index.every(2).draft([[6, 7]], sees), "without blocks"),
+    "draft: a selection": (lambda: table_index.select(selected_columns).draft([[6, 7]], sees), "selection"),
+    "every: 0": (lambda: table_index.every(0), "at least 1"),
+    "every: no such table": (lambda: every_index.every(3), r"\[2\]"),
+    "every: no table": (lambda: table_index.every(2), r"\[\]"),
+    "every: blocks of another size": (lambda: every_index.every(2).every(3), "positions"),
+    "every: back to positions": (lambda: every_index.every(2).every(1), "positions"),
+    "every: a selection": (lambda: every_index.select(selected_columns).every(2), "selection"),
+    "every: a draft": (lambda: every_index.draft([[6, 7]], sees).every(2), "draft"),
     "every: packed": (lambda: packed(2, [[2]]).every(2), "unpacked"),
     "advance: whole": (lambda: whole(1, 2).advance(), "keeps nothing"),
     "advance: packed": (lambda: packed(2, [[2]]).advance(), "keeps nothing"),
-    "at: other lanes": (lambda: plain.at([[0], [1]]), "at: pos"),
-    "at: whole": (lambda: whole(1, 2).at([[0]]), "over a table"),
-    "narrow: 0": (lambda: plain.narrow(0), "narrow"),
-    "narrow: wider": (lambda: plain.narrow(4), "at most 3"),
-    "narrow: whole": (lambda: whole(1, 2).narrow(1), "over a table"),
-    "heads: 0": (lambda: plain.heads(0, 8), "heads: n"),
-    "heads: block 0": (lambda: plain.heads(2, 0), "heads: block"),
-    "heads: past int32": (lambda: plain.heads(2, 2**30), "at most"),
-    "twice: below 0": (lambda: plain.twice(-1), "twice: apart"),
-    "twice: past int32": (lambda: plain.twice(2**30 + 1), "twice: apart"),
-    "twice: blocks": (lambda: tabled.twice(4), "blocks"),
-    "extend: another tail": (lambda: plain.extend(values[:, :, :1], pool), r"\[1, 2, 2\]"),
-    "extend: other tokens": (lambda: plain.extend(values[:, :1], pool), r"\[1, 2, 2\]"),
-    "extend: another dtype": (lambda: plain.extend(values.astype(np.float16), pool), "float16"),
-    "extend: no slot axis": (lambda: plain.extend(values, np.float32(0)), "axis of slots"),
+    "at: other lanes": (lambda: table_index.with_positions([[0], [1]]), "at: pos"),
+    "at: whole": (lambda: whole(1, 2).with_positions([[0]]), "over a table"),
+    "narrow: 0": (lambda: table_index.limit_context(0), "narrow"),
+    "narrow: wider": (lambda: table_index.limit_context(4), "at most 3"),
+    "narrow: whole": (lambda: whole(1, 2).limit_context(1), "over a table"),
+    "heads: 0": (lambda: table_index.for_heads(0, 8), "heads: n"),
+    "heads: block 0": (lambda: table_index.for_heads(2, 0), "heads: block"),
+    "heads: past int32": (lambda: table_index.for_heads(2, 2**30), "at most"),
+    "twice: below 0": (lambda: table_index.for_key_value_pool(-1), "twice: apart"),
+    "twice: past int32": (lambda: table_index.for_key_value_pool(2**30 + 1), "twice: apart"),
+    "twice: blocks": (lambda: every_index.for_key_value_pool(4), "blocks"),
+    "extend: another tail": (lambda: table_index.extend(values[:, :, :1], pool), r"\[1, 2, 2\]"),
+    "extend: other tokens": (lambda: table_index.extend(values[:, :1], pool), r"\[1, 2, 2\]"),
+    "extend: another dtype": (lambda: table_index.extend(values.astype(np.float16), pool), "float16"),
+    "extend: no slot axis": (lambda: table_index.extend(values, np.float32(0)), "axis of slots"),
     "extend: whole, another tail": (lambda: whole(1, 2).extend(values[:, :, :1], pool), r"\[1, 2, 2\]"),
-    "store: another tail": (lambda: plain.store(values[:, :, :1], pool), r"\[1, 2, 2\]"),
-    "read: a draft": (lambda: drafted.read(pool), "extend"),
+    "store: another tail": (lambda: table_index.write(values[:, :, :1], pool), r"\[1, 2, 2\]"),
+    "read: a draft": (lambda: draft_index.read(pool), "extend"),
     "read: whole": (lambda: whole(1, 2).read(pool), "extend"),
-    "place: no device": (lambda: plain.place("cpu"), "stream"),
+    "place: no device": (lambda: table_index.place("cpu"), "stream"),
 }
 
 
@@ -113,20 +113,22 @@ def test_an_invalid_argument_raises_and_names_itself(name: str):
 
 
 VALID = {
-    "every 1 of a constructor's index": lambda: [i.every(1) for i in (plain, drafted, packed(2, [[2]]), whole(1, 2))],
-    "every of the size it reads, even selecting": lambda: [tabled.every(2).select(chosen).every(2)],
-    "draft over a draft": lambda: [drafted.draft([[1, 2]], sees)],
-    "window over a draft": lambda: [drafted.window(2)],
+    "every 1 of a constructor's index": lambda: [
+        i.every(1) for i in (table_index, draft_index, packed(2, [[2]]), whole(1, 2))
+    ],
+    "every of the size it reads, even selecting": lambda: [every_index.every(2).select(selected_columns).every(2)],
+    "draft over a draft": lambda: [draft_index.draft([[1, 2]], sees)],
+    "window over a draft": lambda: [draft_index.window(2)],
     "selection in blocks, on packed, over a selection": lambda: [
-        tabled.every(2).select(chosen),
-        packed(2, [[2]]).select(chosen),
-        plain.select(chosen).select(chosen),
+        every_index.every(2).select(selected_columns),
+        packed(2, [[2]]).select(selected_columns),
+        table_index.select(selected_columns).select(selected_columns),
     ],
     "a lane of no token": lambda: [rows(3, [0]), whole(1, 1, [0]), packed(1, [[]]), packed(1, [[0]])],
     "numpy numbers": lambda: [
         rows(np.int64(3), np.array([1, 2])),
         whole(np.int32(1), np.int8(2)),
-        plain.window(np.int64(1)),
+        table_index.window(np.int64(1)),
     ],
     "MLX lengths": lambda: [rows(3, mx.array([1, 2]))],
 }
@@ -139,11 +141,11 @@ def test_what_the_specification_allows_does_not_raise(name: str):
 
 
 def test_every_of_the_same_size_is_the_index_itself():
-    assert plain.every(1) is plain
-    blocks = tabled.every(2)
+    assert table_index.every(1) is table_index
+    blocks = every_index.every(2)
     assert blocks.every(2) is blocks
 
 
 def test_an_index_can_not_be_changed():
     with pytest.raises(AttributeError):
-        plain._window = 3  # type: ignore[misc]
+        table_index.window_size = 3  # type: ignore[misc]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlx_transmuter.cache import CacheError, CacheIndex
 
 
-def drawn(data) -> tuple[CacheIndex, np.ndarray]:
+def random_packed_index(data) -> tuple[CacheIndex, np.ndarray]:
     """An index of lanes of several sequences, and distinct slots for some of its tokens, below 40."""
     lanes = data.draw(st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=3), label="lanes")
     seq = max(1, *map(sum, lanes)) + data.draw(st.integers(0, 2), label="padding")
@@ -25,14 +25,14 @@ def drawn(data) -> tuple[CacheIndex, np.ndarray]:
 @settings(max_examples=100)
 @given(data=st.data(), window=st.sampled_from([None, 1, 2]), spare=st.booleans(), selected=st.booleans())
 def test_it_sees_what_it_saw_and_stores_where_it_is_told(data, window, spare, selected):
-    index, slots = drawn(data)
+    index, slots = random_packed_index(data)
     index = index if window is None else index.window(window)
     if selected:
         index = index.select(
             np.arange(index.batch * index.seq * 2).reshape(index.batch, index.seq, 2) % (index.seq + 1)
         )
-    keeps = index.keep(slots)
-    keeps = keeps.spare(40) if spare else keeps
+    keeps = index.store_at(slots)
+    keeps = keeps.with_spare_row(40) if spare else keeps
     values = np.random.default_rng(1).normal(size=(index.batch, index.seq, 3)).astype(np.float32)
     pool = np.full((40 + spare, 3), np.nan, np.float32)
     (seen, after), (wanted, same) = (i.extend(mx.array(values), mx.array(pool)) for i in (keeps, index))
@@ -41,30 +41,30 @@ def test_it_sees_what_it_saw_and_stores_where_it_is_told(data, window, spare, se
     assert np.array_equal(np.array(keeps.mask()), np.array(index.mask()))
     assert (keeps.context, keeps.positions().tolist()) == (index.context, index.positions().tolist())
     for b, i in np.ndindex(slots.shape):
-        if index._pos[b, i].item() >= 0 and 0 <= slots[b, i] < 40:
+        if index.token_positions[b, i].item() >= 0 and 0 <= slots[b, i] < 40:
             pool[slots[b, i]] = values[b, i]
     assert np.array_equal(np.array(after)[:40], pool[:40], equal_nan=True)
-    assert np.array_equal(np.array(keeps.store(mx.array(values), same))[:40], pool[:40], equal_nan=True)
+    assert np.array_equal(np.array(keeps.write(mx.array(values), same))[:40], pool[:40], equal_nan=True)
 
 
 @settings(max_examples=50)
 @given(data=st.data(), block=st.sampled_from([1, 4, 40]))
 def test_with_heads_apart_each_head_is_stored_in_its_own_row(data, block):
-    index, slots = drawn(data)
+    index, slots = random_packed_index(data)
     values = np.random.default_rng(2).normal(size=(index.batch, 2, index.seq, 3)).astype(np.float32)
     flat = mx.array(values.reshape(-1, index.seq, 3))
-    seen, after = index.keep(slots).heads(2, block).extend(flat, mx.zeros((80, 3)))
+    seen, after = index.store_at(slots).for_heads(2, block).extend(flat, mx.zeros((80, 3)))
     assert np.array_equal(np.array(seen), np.array(flat))
     wanted = np.zeros((40 // block, 2, block, 3), np.float32)
     for b, i in np.ndindex(slots.shape):
-        if index._pos[b, i].item() >= 0 and 0 <= slots[b, i] < 40:
+        if index.token_positions[b, i].item() >= 0 and 0 <= slots[b, i] < 40:
             wanted[slots[b, i] // block, :, slots[b, i] % block] = values[b, :, i]
     assert np.array_equal(np.array(after), wanted.reshape(80, 3))
 
 
 def test_walk_says_it():
     index = CacheIndex.packed(4, [[2, 2]])
-    keeps = index.keep([[3, 1, 0, 7]])
+    keeps = index.store_at([[3, 1, 0, 7]])
     assert keeps.walk()[0] != index.walk()[0]
     again = CacheIndex.from_walk(*keeps.walk())
     assert again.walk()[0] == keeps.walk()[0]
@@ -75,9 +75,9 @@ def test_walk_says_it():
 
 
 def test_a_column_of_a_whole_index_stands_at_its_tokens_position():
-    assert CacheIndex.packed(5, [[2, 2]]).stands().tolist() == [[-1, 0, 1, 0, 1]]
+    assert CacheIndex.packed(5, [[2, 2]]).column_positions().tolist() == [[-1, 0, 1, 0, 1]]
     with pytest.raises(CacheError, match="stands"):
-        CacheIndex.whole(1, 4).every(2).stands()
+        CacheIndex.whole(1, 4).every(2).column_positions()
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def test_a_column_of_a_whole_index_stands_at_its_tokens_position():
 )
 def test_what_cannot_keep_is_refused(index, slots, match):
     with pytest.raises(CacheError, match=match):
-        index.keep(slots)
+        index.store_at(slots)
 
 
 def test_it_reads_no_blocks():
     with pytest.raises(CacheError, match="every"):
-        CacheIndex.whole(1, 4).keep([[0, 1, 2, 3]]).every(2)
+        CacheIndex.whole(1, 4).store_at([[0, 1, 2, 3]]).every(2)

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_rows import unpacked
 
-from mlx_transmuter.cache import CacheError, CacheIndex, PackedPool, Packing
+from mlx_transmuter.cache import CacheError, CacheIndex, QuantizedFormat, QuantizedPool
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
 
-def chosen(group_size: int, dim: int) -> int:
+def expected_group_size(group_size: int, dim: int) -> int:
     return max([size for size in (32, 64, 128) if size <= group_size and dim % size == 0] or [32])
 
 
@@ -27,11 +27,11 @@ def test_a_row_is_what_it_says_and_near_the_vector(data, bits, group_size):
     scale = data.draw(st.sampled_from([1e-3, 1.0, 50.0]), label="scale")
     shape = (2, data.draw(st.integers(1, 3)), dim)
     values = mx.array((draw.normal(size=shape) + draw.normal(size=(2, 1, 1))) * scale).astype(dtype)
-    packing = Packing.of(bits, group_size, dim, dtype)
-    assert packing.group_size == chosen(group_size, dim)
-    rows = packing.pack(values)
+    packing = QuantizedFormat.choose(bits, group_size, dim, dtype)
+    assert packing.group_size == expected_group_size(group_size, dim)
+    rows = packing.quantize(values)
     assert (rows.shape, rows.dtype) == ((*shape[:2], packing.width), mx.uint32)
-    found = packing.unpack(rows)
+    found = packing.dequantize(rows)
     assert (found.shape, found.dtype) == (values.shape, dtype)
     found, values = (np.array(x.astype(mx.float32)) for x in (found, values))
     wanted = unpacked(np.array(rows), bits, packing.group_size, dim, np.float16 if dtype == mx.float16 else np.float32)
@@ -47,25 +47,25 @@ def test_a_row_is_what_it_says_and_near_the_vector(data, bits, group_size):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_row_of_zeros_is_a_vector_of_zeros_and_a_constant_is_itself(bits):
-    packing = Packing.of(bits, 64, 48, mx.float32)
-    assert not np.array(packing.unpack(mx.zeros((2, packing.width), mx.uint32))).any()
-    np.testing.assert_allclose(np.array(packing.unpack(packing.pack(mx.full((1, 48), 3.7)))), 3.7, rtol=1e-3)
+    packing = QuantizedFormat.choose(bits, 64, 48, mx.float32)
+    assert not np.array(packing.dequantize(mx.zeros((2, packing.width), mx.uint32))).any()
+    np.testing.assert_allclose(np.array(packing.dequantize(packing.quantize(mx.full((1, 48), 3.7)))), 3.7, rtol=1e-3)
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(3, 64), (16, 64), (True, 64), (8, 16), (4, 0), (8, None)])
 def test_other_bits_and_groups_are_refused(bits, group_size):
     with pytest.raises(CacheError, match=r"kv_bits|kv_group_size"):
-        Packing.of(bits, group_size, 64, mx.float32)
+        QuantizedFormat.choose(bits, group_size, 64, mx.float32)
 
 
 def test_a_packed_pool_reads_what_was_stored_whatever_else_it_holds():
     """Rows that nobody sees may be NaN when read as floats."""
-    packing = Packing.of(8, 32, 16, mx.float32)
-    pool = PackedPool(mx.full((12, packing.width), 2**32 - 1, mx.uint32), packing)
+    packing = QuantizedFormat.choose(8, 32, 16, mx.float32)
+    pool = QuantizedPool(mx.full((12, packing.width), 2**32 - 1, mx.uint32), packing)
     values = mx.array(np.random.default_rng(0).normal(size=(2, 3, 16)).astype(np.float32))
     index = CacheIndex.make([[0, 1, 2], [-1, 0, 1]], [[7, 3, 1, -1], [0, 11, -1, 5]])
     seen, after = pool.extend(index, values)
-    seen, wanted = np.array(seen), np.array(packing.unpack(packing.pack(values)))
+    seen, wanted = np.array(seen), np.array(packing.dequantize(packing.quantize(values)))
     assert np.array_equal(seen[0, :3], wanted[0])
     assert np.array_equal(seen[1, :2], wanted[1, 1:])
     assert not seen[0, 3:].any()

@@ -7,7 +7,7 @@ import gc
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import same
+from cases import assert_same_bits
 
 from mlx_transmuter.cache import CacheError, CacheIndex, Pools
 
@@ -17,39 +17,39 @@ WIDTH = 8
 # A write costs the call's tokens, and never the slots
 
 
-def rows(slots: int, dropped: bool) -> CacheIndex:
-    index = CacheIndex.rows(slots // 2, [3, 0]).narrow(64).window(5)
+def run_index(slots: int, dropped: bool) -> CacheIndex:
+    index = CacheIndex.rows(slots // 2, [3, 0]).limit_context(64).window(5)
     return index if not dropped else CacheIndex.from_walk(index.walk()[0], [index.walk()[1][0] - 9, index.walk()[1][1]])
 
 
-def pages(slots: int, dropped: bool) -> CacheIndex:
+def paged_index(slots: int, dropped: bool) -> CacheIndex:
     """Two of four tokens are dropped: a padding token, and one whose column has no slot."""
     table = np.array([[slots - 1, 4, 9, 17], [3, 7, slots // 2, -1]])
     return CacheIndex.make([[-1, 2], [1, 3]] if not dropped else [[-1, 4], [-2, 3]], table)
 
 
-def shared_lanes(slots: int, dropped: bool) -> CacheIndex:
+def shared_sequence_index(slots: int, dropped: bool) -> CacheIndex:
     index = CacheIndex.make([[1], [2]], [[5, slots - 2, 8]], row=[0, 0] if not dropped else [-1, 1])
     return index.select([[[0, 1, 9]], [[2, 1, 0]]])
 
 
-def by_heads(slots: int, dropped: bool) -> CacheIndex:
-    return pages(slots // 4, dropped).heads(4, 50)
+def heads_index(slots: int, dropped: bool) -> CacheIndex:
+    return paged_index(slots // 4, dropped).for_heads(4, 50)
 
 
-def draft(slots: int, dropped: bool) -> CacheIndex:
+def draft_index(slots: int, dropped: bool) -> CacheIndex:
     tree = [[slots - 3, 2]] if not dropped else [[-1, slots]]
     return CacheIndex.make([[2, 3]], [[0, slots // 3, -1]]).draft(tree, [[[True, False], [True, True]]])
 
 
-def blocks(slots: int, dropped: bool) -> CacheIndex:
+def every_index(slots: int, dropped: bool) -> CacheIndex:
     at = [[3, 4]] if not dropped else [[4, 5]]
     return CacheIndex.make(at, [[0, 1, 2, 3, 4]], every=[(4, [[slots - 1, 6]])]).every(4)
 
 
 @pytest.mark.usefixtures("compiling")
 @pytest.mark.parametrize("dropped", [False, True], ids=["kept", "all dropped"])
-@pytest.mark.parametrize("form", [rows, pages, shared_lanes, by_heads, draft, blocks])
+@pytest.mark.parametrize("form", [run_index, paged_index, shared_sequence_index, heads_index, draft_index, every_index])
 def test_a_compiled_step_needs_no_more_memory_for_more_slots(form, dropped: bool):
     """Keys and values of a layer, written and read: beside the pools the step holds what its few tokens need."""
     extra = {}
@@ -83,15 +83,17 @@ def test_a_compiled_step_needs_no_more_memory_for_more_slots(form, dropped: bool
         size = slots * WIDTH * 4
         before = np.repeat(np.float32([[1], [2]])[..., None], slots, axis=1)
         changed = [np.array(pool) != old for pool, old in zip(pools.arrays, before, strict=True)]
-        assert sum(c.sum() for c in changed) == (0 if dropped else _stored(form) * WIDTH)
+        assert sum(c.sum() for c in changed) == (0 if dropped else _num_written_rows(form) * WIDTH)
     step_size = 2 * WIDTH * 4 * index.batch * (index.seq + 64)
     assert extra[MANY] < 8 * step_size < size / 4
     assert extra[MANY] < extra[FEW] + step_size
 
 
-def _stored(form) -> int:
+def _num_written_rows(form) -> int:
     """How many rows of the second pool the form's tokens change (the first one holds ones already, as they do)."""
-    return {rows: 3, pages: 2, shared_lanes: 2, by_heads: 8, draft: 2, blocks: 1}[form]
+    return {run_index: 3, paged_index: 2, shared_sequence_index: 2, heads_index: 8, draft_index: 2, every_index: 1}[
+        form
+    ]
 
 
 def test_a_copy_of_rows_and_a_longer_pool_hold_one_pool_more_at_most():
@@ -101,7 +103,7 @@ def test_a_copy_of_rows_and_a_longer_pool_hold_one_pool_more_at_most():
     size = MANY * WIDTH * 4
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    pools.copy([0, 1], [5, MANY - 1])
+    pools.copy_rows([0, 1], [5, MANY - 1])
     assert mx.get_peak_memory() - before < 65536
     mx.reset_peak_memory()
     pools.grow(2 * MANY)
@@ -112,24 +114,24 @@ def test_a_copy_of_rows_and_a_longer_pool_hold_one_pool_more_at_most():
 # Given away for good
 
 
-def pair() -> Pools:
+def two_pools() -> Pools:
     return Pools([mx.zeros((4, 2)), mx.ones((4, 3), mx.float16)])
 
 
 def test_pools_come_back_after_a_step():
-    pools = pair()
+    pools = two_pools()
     pools.put([pool + 1 for pool in pools.take()])
     pools.evaluate()
-    same(pools.arrays[0], np.ones((4, 2), np.float32))
-    same(pools.arrays[1], np.full((4, 3), 2, np.float16))
-    assert (len(pools), pools.slots) == (2, 4)
+    assert_same_bits(pools.arrays[0], np.ones((4, 2), np.float32))
+    assert_same_bits(pools.arrays[1], np.full((4, 3), 2, np.float16))
+    assert (len(pools), pools.num_slots) == (2, 4)
 
 
 @pytest.mark.parametrize(
-    "use", [Pools.take, Pools.evaluate, lambda p: p.arrays, lambda p: p.grow(8), lambda p: p.copy([0], [1])]
+    "use", [Pools.take, Pools.evaluate, lambda p: p.arrays, lambda p: p.grow(8), lambda p: p.copy_rows([0], [1])]
 )
 def test_given_away_pools_are_gone_and_the_error_shows_the_mend(use):
-    pools = pair()
+    pools = two_pools()
     pools.take()
     with pytest.raises(CacheError, match=r"Wrong: .*Right: new = step\(pools\.take\(\), x\)") as raised:
         use(pools)
@@ -138,7 +140,7 @@ def test_given_away_pools_are_gone_and_the_error_shows_the_mend(use):
 
 
 def test_pools_are_gone_after_a_step_that_failed():
-    pools = pair()
+    pools = two_pools()
 
     def step(arrays):
         raise RuntimeError("in the step")
@@ -150,7 +152,7 @@ def test_pools_are_gone_after_a_step_that_failed():
 
 
 def test_pools_are_gone_after_an_evaluation_that_failed(monkeypatch):
-    pools = pair()
+    pools = two_pools()
 
     def broken(*arrays):
         raise RuntimeError("out of memory")
@@ -168,11 +170,11 @@ def test_a_second_reference_is_found_at_put():
     pools = Pools([first])
     with pytest.raises(CacheError, match=r"old pools \[0\] held elsewhere"):
         pools.put([pool + 1 for pool in pools.take()])
-    pools = pair()
+    pools = two_pools()
     kept = pools.take()
     with pytest.raises(CacheError, match=r"old pools \[0, 1\] held elsewhere"):
         pools.put([pool + 1 for pool in kept])
-    pools = pair()
+    pools = two_pools()
     kept = pools.arrays[1]
     with pytest.raises(CacheError, match=r"old pools \[1\] held elsewhere"):
         pools.put([pool + 1 for pool in pools.take()])
@@ -180,7 +182,7 @@ def test_a_second_reference_is_found_at_put():
 
 def test_put_empties_the_list_it_is_given():
     """So that the caller's name for the new pools holds none of them at the next step."""
-    pools = pair()
+    pools = two_pools()
     for _ in range(2):
         new = [pool + 1 for pool in pools.take()]
         pools.put(new)
@@ -188,13 +190,13 @@ def test_put_empties_the_list_it_is_given():
 
 
 def test_a_step_may_give_a_pool_back_as_it_is():
-    pools = pair()
+    pools = two_pools()
     pools.put(pools.take())
-    same(pools.arrays[0], np.zeros((4, 2), np.float32))
+    assert_same_bits(pools.arrays[0], np.zeros((4, 2), np.float32))
 
 
 def test_put_takes_only_what_was_taken():
-    pools = pair()
+    pools = two_pools()
     with pytest.raises(CacheError, match="nobody took"):
         pools.put([mx.zeros((4, 2)), mx.ones((4, 3), mx.float16)])
     for new in (
@@ -202,7 +204,7 @@ def test_put_takes_only_what_was_taken():
         [mx.zeros((5, 2)), mx.ones((4, 3), mx.float16)],
         [mx.zeros((4, 2)), mx.ones((4, 3))],
     ):
-        pools = pair()
+        pools = two_pools()
         pools.take()
         with pytest.raises(
             CacheError, match=r"\[4, 2\] mlx\.core\.float32, \[4, 3\] mlx\.core\.float16, as they were given"
@@ -237,11 +239,11 @@ def test_running_ahead_does_not_copy():
 
 def test_grow_adds_empty_slots_at_the_end():
     """Each pool by its own rows a slot, no slot loses what it holds; fewer slots or other rows are errors."""
-    pools = Pools([mx.ones((4, 2)), mx.ones((12, 3), mx.float16)], slots=4)
+    pools = Pools([mx.ones((4, 2)), mx.ones((12, 3), mx.float16)], num_slots=4)
     pools.grow(6)
-    same(pools.arrays[0], np.concatenate([np.ones((4, 2), np.float32), np.zeros((2, 2), np.float32)]))
-    same(pools.arrays[1], np.concatenate([np.ones((12, 3), np.float16), np.zeros((6, 3), np.float16)]))
-    assert pools.slots == 6
+    assert_same_bits(pools.arrays[0], np.concatenate([np.ones((4, 2), np.float32), np.zeros((2, 2), np.float32)]))
+    assert_same_bits(pools.arrays[1], np.concatenate([np.ones((12, 3), np.float16), np.zeros((6, 3), np.float16)]))
+    assert pools.num_slots == 6
     pools.put([pool * 1 for pool in pools.take()])
     with pytest.raises(CacheError, match="at least 6"):
         pools.grow(5)
@@ -253,21 +255,21 @@ def test_grown_pools_keep_what_an_index_by_heads_reads():
     """With blocks smaller than the pool the heads of the old slots stay where they were."""
     rng = np.random.default_rng(6)
     values = rng.standard_normal((3, 2, 5)).astype(np.float32)
-    index = CacheIndex.make([[0, 1]], [[6, 3]]).heads(3, 4)
-    pools = Pools([mx.zeros((8 * 3, 5))], slots=8)
-    pools.put([index.store(values, pool) for pool in pools.take()])
+    index = CacheIndex.make([[0, 1]], [[6, 3]]).for_heads(3, 4)
+    pools = Pools([mx.zeros((8 * 3, 5))], num_slots=8)
+    pools.put([index.write(values, pool) for pool in pools.take()])
     pools.grow(16)
-    same(index.read(pools.arrays[0]), values)
+    assert_same_bits(index.read(pools.arrays[0]), values)
 
 
 def test_copy_moves_rows():
     pools = Pools([mx.arange(5, dtype=mx.int32), mx.arange(10, dtype=mx.float32).reshape(5, 2)])
-    pools.copy([0, 4], [3, 1])
-    same(pools.arrays[0], np.int32([0, 4, 2, 0, 4]))
-    same(pools.arrays[1][:, 0], np.float32([0, 8, 4, 0, 8]))
-    pools.copy([], [])
+    pools.copy_rows([0, 4], [3, 1])
+    assert_same_bits(pools.arrays[0], np.int32([0, 4, 2, 0, 4]))
+    assert_same_bits(pools.arrays[1][:, 0], np.float32([0, 8, 4, 0, 8]))
+    pools.copy_rows([], [])
     with pytest.raises(CacheError, match="targets"):
-        pools.copy([0], [1, 2])
+        pools.copy_rows([0], [1, 2])
 
 
 def test_dropped_pools_are_gone_and_may_be_dropped_again():

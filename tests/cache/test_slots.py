@@ -8,17 +8,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlx_transmuter.cache import CacheError, CacheIndex, Slots
+from mlx_transmuter.cache import BlockManager, CacheError, CacheIndex
 
 TOKENS = st.lists(st.integers(0, 1), max_size=9)  # few ids, so that prompts begin alike
 
 
-class Model(RuleBasedStateMachine):
+class BlockManagerMachine(RuleBasedStateMachine):
     """memory[slot] is the prefix whose last token's keys the slot holds, as a step and its copies leave it."""
 
     @initialize(block=st.integers(1, 3), blocks=st.integers(0, 8))
     def begin(self, block: int, blocks: int):
-        self.slots = Slots(block * blocks, block)
+        self.slots = BlockManager(block * blocks, block)
         self.memory: dict[int, tuple] = {}
         self.sequences: dict[int, list] = {}
         self.first: dict[int, int] = {}  # of sequences whose beginning was dropped: how many slots of it
@@ -31,22 +31,22 @@ class Model(RuleBasedStateMachine):
     def table(self, sequence: int) -> list[int]:
         return self.slots.table([sequence], max(1, len(self.sequences[sequence])))[0].tolist()
 
-    def grown(self, sequence: int, tokens: list, told: bool):
+    def append_and_check(self, sequence: int, tokens: list, told: bool):
         """append, then the copies it asks for, then the step that stores the tokens."""
         had = self.sequences[sequence]
-        before = (self.slots.free_slots, self.everything())
+        before = (self.slots.free_slots, self.all_tables())
         refused = None
         try:
             copies = self.slots.append(sequence, tokens if told else len(tokens))
         except CacheError as error:
             refused = str(error)
         if refused is not None:
-            assert f"{before[0]} of {self.slots.slots} free" in refused
-            assert (self.slots.free_slots, self.everything()) == before
-            assert len(tokens) > before[0] - 2 * self.slots.block
+            assert f"{before[0]} of {self.slots.num_slots} free" in refused
+            assert (self.slots.free_slots, self.all_tables()) == before
+            assert len(tokens) > before[0] - 2 * self.slots.block_size
             return
         taken = {slot for other in self.sequences if other != sequence for slot in self.table(other) if slot >= 0}
-        assert len(copies) < self.slots.block
+        assert len(copies) < self.slots.block_size
         for source, target in copies:
             assert target not in taken
             self.memory[target] = self.memory[source]
@@ -59,25 +59,25 @@ class Model(RuleBasedStateMachine):
             assert slot not in taken, "a shared slot is never written"
             self.memory[slot] = tuple(self.sequences[sequence][: position + 1])
 
-    def everything(self) -> dict[int, list[int]]:
+    def all_tables(self) -> dict[int, list[int]]:
         return {sequence: self.table(sequence) for sequence in self.sequences}
 
     @rule(prompt=TOKENS, stores=st.booleans())
     def open(self, prompt: list[int], stores: bool):
-        before = self.slots.find(prompt)
+        before = self.slots.match_prefix(prompt)
         sequence, found = self.slots.open(prompt)
         assert found == before
-        assert found % self.slots.block == 0
+        assert found % self.slots.block_size == 0
         assert found < max(1, len(prompt))
         assert found == 0 or tuple(prompt[:found]) in self.kept
         self.sequences[sequence] = prompt[:found]
         if stores:
-            self.grown(sequence, prompt[found:], told=True)
+            self.append_and_check(sequence, prompt[found:], told=True)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), tokens=TOKENS, told=st.booleans())
     def append(self, data, tokens: list[int], told: bool):
-        self.grown(self.pick(data), tokens, told)
+        self.append_and_check(self.pick(data), tokens, told)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -97,11 +97,11 @@ class Model(RuleBasedStateMachine):
         sequence = self.pick(data)
         least = self.first.get(sequence, 0)
         length = data.draw(st.integers(least, len(self.sequences[sequence])))
-        self.slots.trim(sequence, length)
+        self.slots.truncate(sequence, length)
         del self.sequences[sequence][length:]
         if least:
             with pytest.raises(CacheError, match=f"at least {least}"):
-                self.slots.trim(sequence, least - 1)
+                self.slots.truncate(sequence, least - 1)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -110,10 +110,10 @@ class Model(RuleBasedStateMachine):
         sequence = self.pick(data)
         before = data.draw(st.integers(0, len(self.sequences[sequence])))
         had = self.table(sequence)
-        self.slots.drop(sequence, before)
-        first = max(self.first.get(sequence, 0), before // self.slots.block * self.slots.block)
+        self.slots.free_before(sequence, before)
+        first = max(self.first.get(sequence, 0), before // self.slots.block_size * self.slots.block_size)
         self.first[sequence] = first
-        assert self.slots.first(sequence) == first
+        assert self.slots.first_position(sequence) == first
         assert self.table(sequence) == [-1] * first + had[first:]
 
     @precondition(lambda self: self.sequences)
@@ -127,7 +127,7 @@ class Model(RuleBasedStateMachine):
             wanted[position % width] = table[position]
         assert self.slots.table([sequence], width, ring=True)[0].tolist() == wanted
 
-    @precondition(lambda self: self.slots.block == 1 and len(self.sequences) > 1)
+    @precondition(lambda self: self.slots.block_size == 1 and len(self.sequences) > 1)
     @rule(data=st.data())
     def adopt(self, data):
         """A draft: its tokens at the places are stored for the sequence they now continue."""
@@ -137,7 +137,7 @@ class Model(RuleBasedStateMachine):
         taken = {slot for third in self.sequences if third != other for slot in self.table(third)}
         findable = {slots[i] for i in places if any(tuple(tokens[: i + 1]) == prefix for prefix in self.kept)}
         try:
-            self.slots.adopt(sequence, other, places)
+            self.slots.accept_draft(sequence, other, places)
         except CacheError:
             changed = False
         else:
@@ -157,17 +157,19 @@ class Model(RuleBasedStateMachine):
         sequence = self.pick(data)
         if self.first.get(sequence):
             with pytest.raises(CacheError, match=r"Slots\.keep: found a sequence without the slots of its first"):
-                self.slots.keep(sequence)
+                self.slots.store_prefix(sequence)
             return
-        self.slots.keep(sequence)
+        self.slots.store_prefix(sequence)
         tokens = self.sequences[sequence]
-        for end in range(self.slots.block, len(tokens) + 1, self.slots.block):
+        for end in range(self.slots.block_size, len(tokens) + 1, self.slots.block_size):
             if any(isinstance(t, tuple) for t in tokens[:end]):
                 break
             self.kept.add(tuple(tokens[:end]))
         if not any(isinstance(t, tuple) for t in tokens):
             again, found = self.slots.open([*tokens, 0])
-            assert found == len(tokens) // self.slots.block * self.slots.block, "what was kept just now is found"
+            assert found == len(tokens) // self.slots.block_size * self.slots.block_size, (
+                "what was kept just now is found"
+            )
             self.slots.free(again)
 
     @precondition(lambda self: self.kept)
@@ -190,8 +192,8 @@ class Model(RuleBasedStateMachine):
     @rule(more=st.integers(0, 2))
     def grow(self, more: int):
         free = self.slots.free_slots
-        self.slots.grow(self.slots.slots + more * self.slots.block)
-        assert self.slots.free_slots == free + more * self.slots.block
+        self.slots.grow(self.slots.num_slots + more * self.slots.block_size)
+        assert self.slots.free_slots == free + more * self.slots.block_size
 
     @invariant()
     def every_column_holds_its_own_prefix(self):
@@ -200,27 +202,27 @@ class Model(RuleBasedStateMachine):
             assert self.slots.length(sequence) == len(tokens)
             first = self.first.get(sequence, 0)
             for position, slot in list(enumerate(self.table(sequence)[: len(tokens)]))[first:]:
-                assert 0 <= slot < self.slots.slots
+                assert 0 <= slot < self.slots.num_slots
                 held, wanted = self.memory[slot], tuple(tokens[: position + 1])
                 assert held == wanted
 
     @rule()
     def copy(self):
         """What is kept, told to other slots, is found there as here, in blocks of the same tokens."""
-        kept = self.slots.kept()
-        assert len(kept) * self.slots.block == self.slots.kept_slots
-        other = Slots(self.slots.kept_slots, self.slots.block)
-        blocks = other.restore((before, tokens) for before, tokens, _ in kept)
+        kept = self.slots.stored_blocks()
+        assert len(kept) * self.slots.block_size == self.slots.stored_slots
+        other = BlockManager(self.slots.stored_slots, self.slots.block_size)
+        blocks = other.restore_blocks((before, tokens) for before, tokens, _ in kept)
         assert sorted(blocks) == list(range(len(kept)))
-        assert other.free_slots == other.idle_slots == other.slots
+        assert other.free_slots == other.evictable_slots == other.num_slots
         for prefix in self.kept:
-            found = other.find([*prefix, 0])
-            assert found == self.slots.find([*prefix, 0])
+            found = other.match_prefix([*prefix, 0])
+            assert found == self.slots.match_prefix([*prefix, 0])
             places = {block: place for place, (_, _, block) in enumerate(kept)}
             (mine, _), (theirs, _) = self.slots.open([*prefix, 0]), other.open([*prefix, 0])
             own, moved = self.slots.table([mine], max(found, 1))[0], other.table([theirs], max(found, 1))[0]
             for slot, there in zip(own[:found].tolist(), moved[:found].tolist(), strict=True):
-                assert there == blocks[places[slot // other.block]] * other.block + slot % other.block
+                assert there == blocks[places[slot // other.block_size]] * other.block_size + slot % other.block_size
             self.slots.free(mine)
             other.free(theirs)
 
@@ -229,26 +231,26 @@ class Model(RuleBasedStateMachine):
         """The blocks that no sequence has are those an append can get."""
         if not hasattr(self, "slots"):
             return
-        owned = {slot // self.slots.block for table in self.everything().values() for slot in table if slot >= 0}
-        assert len(owned) * self.slots.block + self.slots.free_slots == self.slots.slots
+        owned = {slot // self.slots.block_size for table in self.all_tables().values() for slot in table if slot >= 0}
+        assert len(owned) * self.slots.block_size + self.slots.free_slots == self.slots.num_slots
 
 
-Model.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
-TestModel = Model.TestCase
+BlockManagerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+TestModel = BlockManagerMachine.TestCase
 
 
-def prompt(slots: Slots, tokens: list[int]) -> int:
+def store_prompt(slots: BlockManager, tokens: list[int]) -> int:
     """A prompt that ran: opened, appended and kept."""
     sequence, found = slots.open(tokens)
     slots.append(sequence, tokens[found:])
-    slots.keep(sequence)
+    slots.store_prefix(sequence)
     return sequence
 
 
 def test_all_free_slots_can_be_had():
     """Also those of kept blocks, to the last."""
-    slots = Slots(12, 3)
-    slots.free(prompt(slots, list(range(7))))
+    slots = BlockManager(12, 3)
+    slots.free(store_prompt(slots, list(range(7))))
     assert slots.free_slots == 12
     sequence, _ = slots.open()
     slots.append(sequence, 12)
@@ -257,7 +259,7 @@ def test_all_free_slots_can_be_had():
 
 
 def test_a_full_pool_says_how_many_were_wanted_and_how_many_there_are():
-    slots = Slots(8, 4)
+    slots = BlockManager(8, 4)
     sequence, _ = slots.open()
     slots.append(sequence, 3)
     with pytest.raises(CacheError, match=r"8 slots wanted and 4 of 8 free[^\n]*\n.*grow the slots"):
@@ -269,10 +271,10 @@ def test_a_full_pool_says_how_many_were_wanted_and_how_many_there_are():
 
 
 def test_the_least_recently_used_prompt_goes_first_and_its_end_before_its_beginning():
-    slots = Slots(8, 2)
+    slots = BlockManager(8, 2)
     first, second = [1, 2, 3, 4], [5, 6, 7, 8]
-    slots.free(prompt(slots, first))
-    slots.free(prompt(slots, second))
+    slots.free(store_prompt(slots, first))
+    slots.free(store_prompt(slots, second))
     used, found = slots.open([*first, 0])  # ... and so the second is now the least recently used
     assert found == 4
     slots.free(used)
@@ -283,28 +285,28 @@ def test_the_least_recently_used_prompt_goes_first_and_its_end_before_its_beginn
 
 def test_a_prompt_that_ran_again_in_slots_of_its_own_was_used_too():
     """Its last block is never found, so that its slots are others; those that are kept are as young as the rest."""
-    slots = Slots(8, 2)
+    slots = BlockManager(8, 2)
     first, second = [1, 2, 3, 4], [5, 6]
-    slots.free(prompt(slots, first))
-    slots.free(prompt(slots, second))
-    slots.free(prompt(slots, first))
+    slots.free(store_prompt(slots, first))
+    slots.free(store_prompt(slots, second))
+    slots.free(store_prompt(slots, first))
     other, _ = slots.open()
     slots.append(other, 4)
-    assert [slots.find([*tokens, 0]) for tokens in (first, second)] == [4, 0]
+    assert [slots.match_prefix([*tokens, 0]) for tokens in (first, second)] == [4, 0]
 
 
 def test_tokens_may_be_told_when_they_are_kept():
-    slots = Slots(8, 2)
+    slots = BlockManager(8, 2)
     sequence, _ = slots.open()
     slots.append(sequence, 5)
-    slots.keep(sequence)
-    assert slots.kept() == []
-    slots.keep(sequence, [1, 2, 3])
-    assert [slots.find(tokens) for tokens in ([1, 2, 3, 4, 5], [1, 2, 9], [1, 2], [2, 1, 3])] == [2, 2, 0, 0]
-    slots.keep(sequence, np.array([1, 2, 3, 4, 5]))
-    assert slots.find([1, 2, 3, 4, 5]) == 4
+    slots.store_prefix(sequence)
+    assert slots.stored_blocks() == []
+    slots.store_prefix(sequence, [1, 2, 3])
+    assert [slots.match_prefix(tokens) for tokens in ([1, 2, 3, 4, 5], [1, 2, 9], [1, 2], [2, 1, 3])] == [2, 2, 0, 0]
+    slots.store_prefix(sequence, np.array([1, 2, 3, 4, 5]))
+    assert slots.match_prefix([1, 2, 3, 4, 5]) == 4
     with pytest.raises(CacheError, match="at most the sequence's 5"):
-        slots.keep(sequence, [1] * 6)
+        slots.store_prefix(sequence, [1] * 6)
 
 
 @pytest.mark.parametrize(
@@ -321,68 +323,68 @@ def test_tokens_may_be_told_when_they_are_kept():
     ],
 )
 def test_wrong_blocks_are_not_restored_and_none_of_them_stays(kept):
-    slots = Slots(6, 2)
+    slots = BlockManager(6, 2)
     with pytest.raises(CacheError, match=r"Slots\.restore"):
-        slots.restore(kept)
-    assert (slots.kept(), slots.free_slots, slots.idle_slots) == ([], 6, 0)
+        slots.restore_blocks(kept)
+    assert (slots.stored_blocks(), slots.free_slots, slots.evictable_slots) == ([], 6, 0)
 
 
 def test_tokens_whose_hashes_collide_are_told_apart():
     """hash(2**61 - 1) is hash(0) in CPython: the tokens are compared, and so is the whole prefix before them."""
     big = 2**61 - 1
     assert hash((0, (0, 1))) == hash((0, (big, 1)))
-    slots = Slots(16, 2)
-    prompt(slots, [0, 1, 3, 4])
+    slots = BlockManager(16, 2)
+    store_prompt(slots, [0, 1, 3, 4])
     assert slots.open([big, 1, 3, 4, 9])[1] == 0
-    prompt(slots, [big, 1, 5, 6])
+    store_prompt(slots, [big, 1, 5, 6])
     assert slots.open([0, 1, 5, 6, 9])[1] == 2
     assert slots.open([big, 1, 5, 6, 9])[1] == 4
 
 
 def test_blocks_after_a_forgotten_one_are_forgotten_with_it_and_may_be_kept_again():
     """Their prefix can't be found any more, so neither can they, though a sequence still has them."""
-    slots = Slots(5)
+    slots = BlockManager(5)
     second, _ = slots.open()  # opened before the first is kept: it has a block of its own for the token they share
-    first = prompt(slots, [1, 2])
+    first = store_prompt(slots, [1, 2])
     slots.append(second, [1, 3])
-    slots.keep(second)
+    slots.store_prefix(second)
     slots.free(first)
     other, _ = slots.open()
     slots.append(other, 3)  # takes the first's blocks, on whose first one the second's last was found
     assert slots.open([1, 3, 0])[1] == 0
-    slots.keep(second)
+    slots.store_prefix(second)
     assert slots.open([1, 3, 0])[1] == 2
 
 
 def test_a_path_of_a_draft_is_adopted_in_its_slots():
     """Blocks of one; the rest of the draft is free, and what others share or may find is refused."""
-    slots = Slots(8)
+    slots = BlockManager(8)
     sequence, draft = slots.open()[0], slots.open()[0]
     slots.append(sequence, [1, 2])
     slots.append(draft, [3, 4, 5])
     names = slots.table([draft], 3)[0].tolist()
-    slots.adopt(sequence, draft, [0, 2])
+    slots.accept_draft(sequence, draft, [0, 2])
     assert slots.table([sequence], 4)[0, 2:].tolist() == [names[0], names[2]]
     assert (slots.length(sequence), slots.free_slots) == (4, 4)
     with pytest.raises(CacheError, match="open one"):
         slots.length(draft)
     shared = slots.fork(sequence)
-    kept = prompt(slots, [9])
+    kept = store_prompt(slots, [9])
     for other, places in ((shared, [0]), (kept, [0]), (sequence, [0]), (kept, [0, 0]), (kept, [1])):
         with pytest.raises(CacheError, match=r"Slots\.adopt"):
-            slots.adopt(sequence, other, places)
-    wide = Slots(4, 2)
+            slots.accept_draft(sequence, other, places)
+    wide = BlockManager(4, 2)
     pair = wide.open()[0], wide.open()[0]
     with pytest.raises(CacheError, match="blocks of 2"):
-        wide.adopt(*pair, [])
+        wide.accept_draft(*pair, [])
 
 
 def test_a_kept_block_is_never_written():
     """Also not by the sequence it came from, alone in it, once that is trimmed into the block."""
-    slots = Slots(16, 4)
-    sequence = prompt(slots, [1, 2, 3, 4])
+    slots = BlockManager(16, 4)
+    sequence = store_prompt(slots, [1, 2, 3, 4])
     before = slots.table([sequence], 4)[0]
-    slots.trim(sequence, 2)
+    slots.truncate(sequence, 2)
     copies = slots.append(sequence, [7, 8])
     after = slots.table([sequence], 4)[0]
     assert copies == [(before[0], after[0]), (before[1], after[1])]
@@ -390,7 +392,7 @@ def test_a_kept_block_is_never_written():
 
 
 def test_a_fork_copies_only_a_partly_filled_block_and_only_when_it_is_written():
-    slots = Slots(16, 4)
+    slots = BlockManager(16, 4)
     sequence, _ = slots.open()
     slots.append(sequence, [1, 2, 3, 4, 5, 6])
     forks = [slots.fork(sequence) for _ in range(2)]
@@ -402,7 +404,7 @@ def test_a_fork_copies_only_a_partly_filled_block_and_only_when_it_is_written():
     assert new[:4].tolist() == old[:4].tolist()
     slots.free(sequence)
     assert slots.append(forks[1], [8]) == [], "the last of its owners writes where it is"
-    slots = Slots(16, 1)
+    slots = BlockManager(16, 1)
     sequence, _ = slots.open()
     slots.append(sequence, [1, 2, 3])
     forked = slots.fork(sequence)
@@ -411,7 +413,7 @@ def test_a_fork_copies_only_a_partly_filled_block_and_only_when_it_is_written():
 
 def test_a_table_is_what_an_index_takes():
     """int32, -1 after the tokens, a row of -1 for no sequence; a context too short is an error."""
-    slots = Slots(6, 2)
+    slots = BlockManager(6, 2)
     sequence, _ = slots.open()
     slots.append(sequence, [1, 2, 3])
     table = slots.table([sequence, None], 5)
@@ -427,9 +429,9 @@ def test_a_table_is_what_an_index_takes():
 @pytest.mark.parametrize(
     ("act", "says"),
     [
-        (lambda s: Slots(4, 0), "block"),
-        (lambda s: Slots(5, 2), "multiple"),
-        (lambda s: Slots(-1), "slots"),
+        (lambda s: BlockManager(4, 0), "block"),
+        (lambda s: BlockManager(5, 2), "multiple"),
+        (lambda s: BlockManager(-1), "slots"),
         (lambda s: s.grow(2), "at least 4"),
         (lambda s: s.append(9, [1]), "open one"),
         (lambda s: s.fork(9), "open one"),
@@ -438,9 +440,9 @@ def test_a_table_is_what_an_index_takes():
         (lambda s: s.open(3), "token ids"),
         (lambda s: s.append(s.open()[0], -1), "tokens"),
         (lambda s: s.fork(s.open()[0], 1), "at most 0"),
-        (lambda s: s.trim(s.open()[0], 1), "at most 0"),
+        (lambda s: s.truncate(s.open()[0], 1), "at most 0"),
     ],
 )
 def test_a_wrong_argument_raises(act, says: str):
     with pytest.raises(CacheError, match=says):
-        act(Slots(4, 2))
+        act(BlockManager(4, 2))

@@ -7,10 +7,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from converters.read import read
 from mlx_transmuter import ops
-from mlx_transmuter.module import Module
+from mlx_transmuter.converters.onnx_reader.reader import read_onnx
 from mlx_transmuter.program import Program
+from mlx_transmuter.runtime.module import ProgramModule
 
 F32, I64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 X = np.array([[1.0, -2.0, 3.0], [0.5, 4.0, -6.0]], np.float32)
@@ -25,8 +25,8 @@ def model(nodes, *, initializers=(), sparse=(), inputs=(("x", F32, [2, 3]),), ou
 
 
 def run(program: Program, **inputs) -> dict[str, np.ndarray]:
-    arrays = {name: ops.to_device(tensor.read()) for name, tensor in program.arrays.items()}
-    found = Module(program, arrays)(**{name: mx.array(value) for name, value in inputs.items()})
+    arrays = {name: ops.to_device(tensor.read()) for name, tensor in program.tensors.items()}
+    found = ProgramModule(program, arrays)(**{name: mx.array(value) for name, value in inputs.items()})
     return {name: np.array(value) for name, value in found.items()}
 
 
@@ -38,7 +38,7 @@ def reference(proto, **inputs) -> dict[str, np.ndarray]:
 
 
 def agrees(proto, **inputs) -> Program:
-    program = read(proto)
+    program = read_onnx(proto)
     found, wanted = run(program, **inputs), reference(proto, **inputs)
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():

@@ -10,17 +10,17 @@ import pytest
 from layers import DIM, HEADS, HIDDEN, VOCAB, Toy, onnxruntime_logits
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from converters import prove
-from converters.convert import convert
-from converters.match import Declined, Graph
-from converters.names import name_weights
-from converters.passes import IN_GRAPH, rewrite
-from converters.passes.attention import attention
-from converters.passes.group_query import group_query
-from converters.read import read
+from mlx_transmuter.converters.graph.graph_view import GraphView, SkippedMatch
+from mlx_transmuter.converters.onnx_reader.reader import read_onnx
+from mlx_transmuter.converters.onnx_reader.weight_names import name_weights
+from mlx_transmuter.converters.passes import GRAPH_REWRITES, apply_rewrites
+from mlx_transmuter.converters.passes.attention.group_query_attention import lower_group_query_attention
+from mlx_transmuter.converters.passes.attention.pooled_attention import fuse_pooled_attention
+from mlx_transmuter.converters.pipeline import convert
+from mlx_transmuter.converters.proof import proof
 from mlx_transmuter.model import load_folder
-from mlx_transmuter.plan import Plan
-from mlx_transmuter.signature import INDEX
+from mlx_transmuter.program.run_plan import RunPlan
+from mlx_transmuter.program.signature import CACHE_INDEX_INPUT
 
 LOW, EPS = -1e9, 1e-3
 SLOPES = -0.25 * np.arange(1, HEADS + 1)
@@ -222,12 +222,12 @@ def test_attention_runs_over_pools_as_onnxruntime_runs_it(name, tmp_path):
     onnx.save(MODELS[name](), tmp_path / "model.onnx")
     program = load_folder(convert(tmp_path, "model.onnx", tmp_path / "out", progress=False)).decoder
     kinds = {node.op.rpartition("-")[0] or node.op for node in program.program.nodes}
-    assert program.program.input(INDEX) is not None, program.program.meta["rewrites"]
+    assert program.program.input(CACHE_INDEX_INPUT) is not None, program.program.metadata["rewrites"]
     assert not kinds & {"Softmax", "com.microsoft.MultiHeadAttention", "com.microsoft.GroupQueryAttention", "Attention"}
-    case = prove.Case.random(VOCAB, [11, 5, 0])
-    found = prove.run(program, Plan("append"), case)
+    case = proof.ProofBatch.random(VOCAB, [11, 5, 0])
+    found = proof.decoder_logits(program, RunPlan("append"), case)
     onnx.save(LIKE.get(name, MODELS[name])(), tmp_path / "model.onnx")
-    for row, (prompt, following) in enumerate(zip(case.prompts[:2], case.following, strict=False)):
+    for row, (prompt, following) in enumerate(zip(case.prompts[:2], case.decode_tokens, strict=False)):
         wanted = onnxruntime_logits(tmp_path / "model.onnx", [prompt, *([token] for token in following)])
         np.testing.assert_allclose(found[row], wanted, rtol=1e-4, atol=1e-4)
 
@@ -235,13 +235,13 @@ def test_attention_runs_over_pools_as_onnxruntime_runs_it(name, tmp_path):
 def reasons(model: ModelProto, one, tmp_path) -> list[str]:
     """Why the rewrite declined what it found in the model."""
     onnx.save(model, tmp_path / "model.onnx")
-    program = rewrite(name_weights(read(tmp_path / "model.onnx")), IN_GRAPH)[0]
-    return [answer.reason for answer in one(Graph(program)) if isinstance(answer, Declined)]
+    program = apply_rewrites(name_weights(read_onnx(tmp_path / "model.onnx")), GRAPH_REWRITES)[0]
+    return [answer.reason for answer in one(GraphView(program)) if isinstance(answer, SkippedMatch)]
 
 
 def test_standard_attention_whose_own_mask_ignores_the_past_declines(tmp_path):
     model = standard("causal", outside=True, kv=HEADS)
-    assert reasons(model, attention, tmp_path) == [
+    assert reasons(model, fuse_pooled_attention, tmp_path) == [
         "its keys and values are no cache, or its own mask doesn't count the past"
     ]
 
@@ -252,7 +252,9 @@ def test_grouped_attention_with_a_bias_that_is_no_slope_declines(tmp_path):
     squared = onnx.helper.make_node("Mul", [node.input[0]] * 2, ["squared"])
     model.graph.node.insert(list(model.graph.node).index(node), squared)
     node.input[0] = "squared"
-    assert reasons(model, group_query, tmp_path) == ["the mask adds numbers that are no slope on the distance"]
+    assert reasons(model, lower_group_query_attention, tmp_path) == [
+        "the mask adds numbers that are no slope on the distance"
+    ]
 
 
 def test_attention_without_a_mask_declines(tmp_path):
@@ -262,7 +264,7 @@ def test_attention_without_a_mask_declines(tmp_path):
             node.input[4] = ""
             del node.attribute[:]
             node.attribute.append(onnx.helper.make_attribute("num_heads", HEADS))
-    found = reasons(model, attention, tmp_path)
+    found = reasons(model, fuse_pooled_attention, tmp_path)
     assert found == ["no mask: every column is seen, also those after a token's own"]
 
 
@@ -271,5 +273,5 @@ def test_attention_whose_scores_are_wanted_declines(tmp_path):
     node = next(node for node in model.graph.node if node.op_type == "MultiHeadAttention")
     node.output.append("scores")
     model.graph.output.append(onnx.helper.make_tensor_value_info("scores", TensorProto.FLOAT, None))
-    found = reasons(model, attention, tmp_path)
+    found = reasons(model, fuse_pooled_attention, tmp_path)
     assert found == ["its cache is a buffer with a length, or its scores are wanted"]

@@ -12,13 +12,13 @@ from conftest import FIXTURES, golden
 from decoding import decoded, tokens_of
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from converters.branches import branch_taken
-from converters.convert import convert
-from converters.errors import ConvertError
-from converters.names import name_weights
-from converters.read import read
-from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.onnx_reader.reader import read_onnx
+from mlx_transmuter.converters.onnx_reader.weight_names import name_weights
+from mlx_transmuter.converters.passes.simplify.select_cache_branch import select_branch
+from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.model import Model, load_folder
+from mlx_transmuter.runtime.decoder import Decoder
 
 IDS = [3, 1, 15, 7, 4]
 
@@ -36,22 +36,22 @@ def branches(model: ModelProto) -> dict[str, onnx.GraphProto]:
 def test_the_branch_with_a_cache_alone_is_converted(loaded):
     """No If and no use_cache_branch are left, the weights stand once under their own names, and all rewrites hold."""
     program, unmerged = loaded("gpt2_merged").decoder.program, loaded("gpt2").decoder.program
-    assert program.meta["branch"] == "cached"
+    assert program.metadata["branch"] == "cached"
     assert not any(node.op.startswith("If-") for node in program.all_nodes())
     assert "use_cache_branch" not in {value.name for value in program.inputs}
     assert program.weights == unmerged.weights
     kinds = [[node.op.rpartition("-")[0] or node.op for node in one.nodes] for one in (program, unmerged)]
     assert kinds[0] == kinds[1]  # the two were exported for different opsets
-    assert "branch" not in unmerged.meta
+    assert "branch" not in unmerged.metadata
 
 
 def test_either_branch_is_a_decoder_by_itself():
-    graph = name_weights(read(FIXTURES / "gpt2_merged" / "model.onnx"))
+    graph = name_weights(read_onnx(FIXTURES / "gpt2_merged" / "model.onnx"))
     for taken, pasts in ((True, 4), (False, 0)):
-        program = branch_taken(graph, "use_cache_branch", taken)
+        program = select_branch(graph, "use_cache_branch", taken)
         program.validate()
         assert [value.name for value in program.outputs] == [value.name for value in graph.outputs]
-        read_by = {name for node in program.nodes for name in node.reads()}
+        read_by = {name for node in program.nodes for name in node.all_inputs()}
         assert sum(value.name.startswith("past") and value.name in read_by for value in program.inputs) == pasts
     assert len(graph.nodes) == 1  # the graph itself is as it was
 
@@ -71,7 +71,7 @@ def test_branches_that_hold_their_own_copies_of_weights(tmp_path):
     del model.graph.initializer[:]
     onnx.checker.check_model(model)
     found = converted(model, tmp_path)
-    assert found.decoder.program.meta["branch"] == "cached"
+    assert found.decoder.program.metadata["branch"] == "cached"
     weights = sum(np.prod(weight.shape) for weight in found.decoder.program.weights.values())
     assert (
         weights == sum(t.size for t in map(numpy_helper.to_array, merged().graph.initializer)) - 32 * 128
@@ -128,7 +128,7 @@ def united(cached: ModelProto, prompts: ModelProto) -> ModelProto:
 
 
 def stepped(model: Model, steps: list[list[int]]) -> list[np.ndarray]:
-    run = Decoder(model.decoder, 1).begin([sum(map(len, steps))])
+    run = Decoder(model.decoder, 1).begin_session([sum(map(len, steps))])
     found = []
     for step in steps:
         logits = run.step(np.array([step], np.int32), [len(step)])
@@ -145,9 +145,9 @@ def test_branches_that_differ_are_both_kept(tmp_path):
     """The prompt runs whole, in the branch for prompts; the tokens after it one by one in the other."""
     model = united(mixing(toy.decoder()), doubled(toy.without_cache()))
     found = converted(model, tmp_path)
-    meta = found.decoder.program.meta
+    meta = found.decoder.program.metadata
     assert (meta["branch"], meta["prompts"], found.cache_mode) == ("both", "whole", "grow")
-    assert Decoder(found.decoder, 1).prompts == "whole"
+    assert Decoder(found.decoder, 1).prompt_mode == "whole"
     steps = [IDS, [2], [9]]
     for one, other in zip(stepped(found, steps), toy.steps(model, steps), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
@@ -156,7 +156,7 @@ def test_branches_that_differ_are_both_kept(tmp_path):
 def test_branches_that_agree_leave_one(tmp_path):
     model = united(toy.decoder(), toy.without_cache())
     found = converted(model, tmp_path)
-    meta = found.decoder.program.meta
+    meta = found.decoder.program.metadata
     assert (meta["branch"], meta["prompts"], found.cache_mode) == ("cached", "parts", "append")
     steps = [IDS, [2], [9]]
     for one, other in zip(stepped(found, steps), toy.steps(model, steps), strict=True):
@@ -169,7 +169,7 @@ def test_a_graph_for_one_token_at_a_time_takes_its_prompts_so(told, tmp_path):
     if told == "by its shape":
         model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 1
     found = load_folder(convert(toy.write(tmp_path / "source", model, name), name, tmp_path / "out", progress=False))
-    assert found.decoder.program.meta["prompts"] == "single"
+    assert found.decoder.program.metadata["prompts"] == "single"
     singles = [[token] for token in [*IDS, 2]]
     for one, other in zip(stepped(found, singles), toy.steps(mixing(toy.decoder()), singles), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)

@@ -12,14 +12,14 @@ import toy
 from conftest import FIXTURES, NAMES, golden
 from onnx import TensorProto, helper, numpy_helper
 
-from converters.convert import convert
-from converters.errors import ConvertError
-from converters.observe import Observation
 from mlx_transmuter import ops
-from mlx_transmuter.changes import Changes, Quantization
-from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.graph.shape_probe import ShapeProbe
+from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.model import load_folder
+from mlx_transmuter.precision_options import PrecisionOptions, Quantization
 from mlx_transmuter.program import Program
+from mlx_transmuter.runtime.decoder import Decoder
 
 # How far logits may be off, relative to their spread, by the type.
 LIMITS = {"float16": 2e-2, "bfloat16": 8e-2, "float32": 2e-2}
@@ -27,7 +27,7 @@ HALVES = ("float16", "bfloat16")
 
 
 def run(source: Path, out: Path, dtype: str, **options) -> Path:
-    return convert(source, "model.onnx", out, progress=False, changes=Changes(dtype=dtype, **options))
+    return convert(source, "model.onnx", out, progress=False, precision=PrecisionOptions(dtype=dtype, **options))
 
 
 def program_of(folder: Path) -> Program:
@@ -36,17 +36,17 @@ def program_of(folder: Path) -> Program:
 
 def types(program: Program) -> dict[str, str | None]:
     """The type of each value on the device, as a walk of the program has it."""
-    seen = Observation.of(program)
+    seen = ShapeProbe.run(program)
     assert seen is not None
-    return {name: seen.dtype(name) for name in seen.seen[0]}
+    return {name: seen.dtype(name) for name in seen.step_values[0]}
 
 
 def goldens_hold(folder: Path, rows: list[dict], limit: float) -> None:
     """onnxruntime's logits of the source after each prompt, in a ragged batch."""
     decoder = Decoder(load_folder(folder).decoder, len(rows))
-    for group in decoder.groups([len(row["prompt"]) for row in rows]):
+    for group in decoder.group_rows([len(row["prompt"]) for row in rows]):
         lengths = [len(row["prompt"]) if i in group else 0 for i, row in enumerate(rows)]
-        run = decoder.begin(lengths)
+        run = decoder.begin_session(lengths)
         tokens = np.zeros((len(rows), max(lengths)), np.int32)
         for i in group:
             tokens[i, : lengths[i]] = rows[i]["prompt"]
@@ -94,7 +94,7 @@ def test_a_half_file_becomes_float32_or_the_other_half_type(tmp_path):
 @pytest.mark.parametrize(("name", "dtype"), [("llama", "float32"), ("llama_fp16", "float16")])
 def test_a_file_in_that_type_stays_as_it_is(name, dtype, tmp_path, converted):
     program = program_of(run(FIXTURES / name, tmp_path / "out", dtype))
-    assert "cast" not in program.meta
+    assert "cast" not in program.metadata
     assert program.nodes == program_of(converted(name)).nodes
 
 
@@ -187,7 +187,7 @@ def test_a_product_that_is_added_to_large_values_leaves_them_in_float32(dtype, t
         "extra.weight": (1e4 * draw.normal(size=(toy.DIM, toy.DIM))).astype(np.float32),
     }  # fmt: skip
     program = agrees(with_nodes(nodes, extra), tmp_path, dtype)
-    assert {record["name"]: record["held"] for record in program.meta["rewrites"]}["residual"] == 1
+    assert {record["name"]: record["held"] for record in program.metadata["rewrites"]}["fuse_residual_add"] == 1
     found = types(program)
     assert (found["sum"], found["changed"]) == ("float32", dtype)
     product = next(node for node in program.nodes if "extra" in node.inputs)
@@ -279,14 +279,14 @@ def test_a_type_and_a_quantisation_together(dtype, scales, tmp_path):
     found = types(program)
     assert {found[node.outputs[0]] for node in program.nodes if node.op == "mlx.rms_norm"} == {dtype}
     assert {found[value.name] for value in program.outputs} == {dtype}
-    assert program.meta["cast"]["error"] < LIMITS[dtype]
+    assert program.metadata["cast"]["error"] < LIMITS[dtype]
     plain = convert(
         FIXTURES / "gemma", "model.onnx", tmp_path / "alone", progress=False,
-        changes=Changes(Quantization.of({"bits": 8, "group_size": 32})),
+        precision=PrecisionOptions(Quantization.of({"bits": 8, "group_size": 32})),
     )  # fmt: skip
     logits = []
     for folder in (quantized, plain):
-        run_ = Decoder(load_folder(folder).decoder, 1).begin([5])
+        run_ = Decoder(load_folder(folder).decoder, 1).begin_session([5])
         step = run_.step(np.array([[90, 80, 70, 60, 50]], np.int32), [5])
         run_.evaluate(step)
         logits.append(np.array(step[0].astype(mx.float32)))

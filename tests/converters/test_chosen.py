@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import toy
 
-from converters.convert import convert
-from mlx_transmuter.changes import Changes, Quantization
-from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.model import load_folder
+from mlx_transmuter.precision_options import PrecisionOptions, Quantization
 from mlx_transmuter.program import Program
+from mlx_transmuter.runtime.decoder import Decoder
 
 IDS = [3, 14, 7, 7, 0, 11, 2, 9, 15, 4]
 
@@ -20,12 +20,14 @@ IDS = [3, 14, 7, 7, 0, 11, 2, 9, 15, 4]
 def converted(model, tmp_path, **changes) -> tuple[Program, str]:
     """The program of the toy's conversion, and its folder."""
     toy.write(tmp_path / "source", model)
-    folder = convert(tmp_path / "source", "model.onnx", tmp_path / "out", progress=False, changes=Changes(**changes))
+    folder = convert(
+        tmp_path / "source", "model.onnx", tmp_path / "out", progress=False, precision=PrecisionOptions(**changes)
+    )
     return load_folder(folder).decoder.program, folder
 
 
 def record(program: Program) -> dict:
-    return next(one for one in program.meta["rewrites"] if one["name"] == "chosen")
+    return next(one for one in program.metadata["rewrites"] if one["name"] == "make_switch_experts")
 
 
 @pytest.mark.parametrize("spelling", mixtures.SPELLINGS)
@@ -44,7 +46,7 @@ def test_every_spelling_becomes_stacks_of_experts(spelling, tmp_path):
 
 def in_one_step(folder, ids: list[int]) -> np.ndarray:
     """The converted folder's logits [vocab] after all ids in one step."""
-    run = Decoder(load_folder(folder).decoder, 1).begin([len(ids)])
+    run = Decoder(load_folder(folder).decoder, 1).begin_session([len(ids)])
     logits = run.step(np.array([ids], np.int32), [len(ids)])
     run.evaluate(logits)
     return np.array(logits[0])
@@ -70,7 +72,7 @@ def test_a_token_reads_the_chosen_experts_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(mx, "gather_mm", counted)
     for node in decoder.program.nodes:
         products += [node.op] if node.op in ("mlx.linear", "mlx.switch_linear") else []
-    run = Decoder(decoder, 1).begin([1])
+    run = Decoder(decoder, 1).begin_session([1])
     run.evaluate(run.step(np.array([[3]], np.int32), [1]))
     assert chosen == [(3, 9), (3, 9)]
     # Besides: what widens and narrows, the router, the attention's query and the head.
@@ -125,7 +127,7 @@ def test_experts_that_are_changed_before_they_are_added_stay(change, tmp_path):
     model = mixtures.decoder("weighed", change=CHANGES[change])
     program, folder = converted(model, tmp_path)
     assert record(program) == {
-        "name": "chosen",
+        "name": "make_switch_experts",
         "held": 0,
         "declined": {"the sum of 5 alike experts is none by a router's indices and scores": 1},
     }

@@ -18,13 +18,12 @@ import toy
 from conftest import FIXTURES
 from onnx import TensorProto, helper, numpy_helper
 
-from converters import convert as convert_file
-from converters import prove, trials
-from converters.convert import convert
-from converters.errors import ConvertError
-from mlx_transmuter import weights
+from mlx_transmuter.converters import pipeline as convert_file
+from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.pipeline import convert
+from mlx_transmuter.converters.proof import proof, trials
 from mlx_transmuter.model import load_folder
-from mlx_transmuter.program import Program
+from mlx_transmuter.program import Program, weights
 
 IDS = [3, 1, 15, 7]
 
@@ -98,10 +97,10 @@ def test_the_card_says_what_was_proved(source, out):
         head.split("\n")
     )
     program = load_folder(out).decoder.program
-    assert f"limit {program.meta['proof']['limit']:.0e}" in card
-    assert f"`{program.meta['cache_mode']}`" in card
+    assert f"limit {program.metadata['proof']['limit']:.0e}" in card
+    assert f"`{program.metadata['cache_mode']}`" in card
     assert "no tokenizer.json" in card
-    at_work = {r["name"] for r in program.meta["rewrites"] if r["held"] or r["declined"]}
+    at_work = {r["name"] for r in program.metadata["rewrites"] if r["held"] or r["declined"]}
     assert set(re.findall(r"the rewrite `(\w+)`", card)) == at_work
 
 
@@ -115,7 +114,7 @@ def test_the_card_says_what_was_proved(source, out):
 )  # fmt: skip
 def test_a_file_that_is_no_model_is_refused(source, out, data, match):
     (source / "model.onnx").write_bytes(data)
-    assert refused(source, out, match).file == str(source / "model.onnx")
+    assert refused(source, out, match).where == str(source / "model.onnx")
 
 
 def test_a_missing_file_is_refused(source, out):
@@ -285,7 +284,7 @@ def test_a_broken_configuration_is_refused_by_name(source, out, name, text):
 def test_fewer_positions_than_the_proof_decodes_are_not_believed(source, out, most):
     (source / "config.json").write_text(json.dumps({"n_positions": most}))
     np.testing.assert_allclose(toy.found(run(source, out), IDS), toy.expected(source / "model.onnx", IDS), atol=1e-4)
-    assert load_folder(out).decoder.program.meta["max_positions"] is None
+    assert load_folder(out).decoder.program.metadata["max_positions"] is None
 
 
 # Targets.
@@ -373,17 +372,17 @@ def unwritable(*args, **options):
 
 
 STAGES = {
-    "reading": (convert_file, "read"),
+    "reading": (convert_file, "read_onnx"),
     "naming": (convert_file, "name_weights"),
     "copying the configuration": (shutil, "copyfile"),
-    "rewriting": (trials, "rewrite"),
+    "rewriting": (trials, "apply_rewrites"),
     "saving the weights": (mx, "save_safetensors"),
     "loading the weights": (weights, "load"),
-    "running the graph": (prove, "plain"),
-    "running the module": (prove, "run"),
+    "running the graph": (proof, "reference_logits"),
+    "running the module": (proof, "decoder_logits"),
     "saving the program": (Program, "save"),
     "loading all again": (convert_file, "load_module"),
-    "writing the card": (convert_file, "card"),
+    "writing the card": (convert_file, "render_model_card"),
     "giving the folder its name": (Path, "rename"),
 }
 ENDS = {
@@ -447,35 +446,35 @@ def test_a_disk_that_takes_no_more_bytes(source, out, limit):
 
 def test_the_error_is_relative_to_the_spread_and_infinite_where_numbers_lack():
     wanted = [[np.array([0.0, 10.0, 5.0])], []]
-    assert prove.error([[np.array([0.0, 10.0, 5.5])], []], wanted) == pytest.approx(0.05)
+    assert proof.logit_error([[np.array([0.0, 10.0, 5.5])], []], wanted) == pytest.approx(0.05)
     for one in (np.nan, np.inf, -np.inf):
-        assert prove.error([[np.array([0.0, 10.0, one])], []], wanted) == float("inf")
+        assert proof.logit_error([[np.array([0.0, 10.0, one])], []], wanted) == float("inf")
     hidden = [[np.array([0.0, 10.0, -np.inf])], []]
-    assert prove.error(hidden, hidden) == 0
-    assert prove.error(wanted, hidden) == float("inf")
+    assert proof.logit_error(hidden, hidden) == 0
+    assert proof.logit_error(wanted, hidden) == float("inf")
     with pytest.raises(ValueError):
-        prove.error([[], []], wanted)
+        proof.logit_error([[], []], wanted)
 
 
 def test_the_case_has_ragged_rows_a_padding_row_and_steps():
-    case = prove.Case.random(64, [13, 5, 0])
+    case = proof.ProofBatch.random(64, [13, 5, 0])
     assert [len(prompt) for prompt in case.prompts] == [13, 5, 0]
-    assert {len(following) for following in case.following} == {prove.STEPS}
-    assert all(16 <= token < 64 for row in (*case.prompts, *case.following) for token in row)
+    assert {len(following) for following in case.decode_tokens} == {proof.DECODE_STEPS}
+    assert all(16 <= token < 64 for row in (*case.prompts, *case.decode_tokens) for token in row)
 
 
 def test_the_graph_runs_as_onnxruntime_runs_it(source):
     """The logits that a conversion compares with are those of the file."""
-    from converters.names import name_weights
-    from converters.read import read
     from mlx_transmuter import ops
-    from mlx_transmuter.module import Module
-    from mlx_transmuter.signature import Signature
+    from mlx_transmuter.converters.onnx_reader.reader import read_onnx
+    from mlx_transmuter.converters.onnx_reader.weight_names import name_weights
+    from mlx_transmuter.program.signature import DecoderSignature
+    from mlx_transmuter.runtime.module import ProgramModule
 
-    program = name_weights(read(source / "model.onnx"))
-    module = Module(program, {name: ops.to_device(tensor.read()) for name, tensor in program.arrays.items()})
-    case = prove.Case([IDS, []], [[2, 9], [4, 4]])
-    found, nothing = prove.plain(module, Signature.of(program), case)
+    program = name_weights(read_onnx(source / "model.onnx"))
+    module = ProgramModule(program, {name: ops.to_device(tensor.read()) for name, tensor in program.tensors.items()})
+    case = proof.ProofBatch([IDS, []], [[2, 9], [4, 4]])
+    found, nothing = proof.reference_logits(module, DecoderSignature.from_program(program), case)
     assert nothing == []
     for i, logits in enumerate(found):
         np.testing.assert_allclose(logits, toy.expected(source / "model.onnx", [*IDS, 2, 9][: len(IDS) + i]), atol=1e-4)
@@ -490,4 +489,4 @@ def test_no_more_positions_than_the_position_table_has_rows(name, rows, tmp_path
     config |= {key: 4096 for key in ("n_positions", "n_ctx", "max_position_embeddings") if key in config}
     (source / "config.json").write_text(json.dumps(config))
     folder = convert(source, "model.onnx", tmp_path / "out", progress=False)
-    assert load_folder(folder).decoder.program.meta["max_positions"] == (4096 if name == "llama" else rows)
+    assert load_folder(folder).decoder.program.metadata["max_positions"] == (4096 if name == "llama" else rows)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from conftest import FIXTURES
 
-from converters.convert import convert
 from mlx_transmuter import ops
-from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.model import load_folder
+from mlx_transmuter.runtime.decoder import Decoder
 
 ort = pytest.importorskip("onnxruntime")
 
@@ -39,7 +39,7 @@ def test_a_dynamic_file_converts_and_its_first_logits_are_those_of_onnxruntime(n
         v.name: np.zeros((1, v.shape[1], 0, v.shape[3]), np.float32) for v in session.get_inputs() if "past" in v.name
     }
     wanted = session.run(["logits"], {v.name: feed[v.name] for v in session.get_inputs()})[0][0, -1]
-    run = Decoder(module, 1).begin([8])
+    run = Decoder(module, 1).begin_session([8])
     logits = run.step(ids.astype(np.int32), [8])
     run.evaluate(logits)
     found = ops.to_host(logits[0].astype(mx.float32))

@@ -10,9 +10,9 @@ import toy
 from onnx import TensorProto, helper, numpy_helper
 from small import F32, I64, X, branch, model, run
 
-from converters.convert import convert
-from converters.errors import ConvertError
-from converters.read import read
+from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.onnx_reader.reader import read_onnx
+from mlx_transmuter.converters.pipeline import convert
 
 LIKE = {
     "an input": (lambda: ([], [("like", TensorProto.FLOAT16, [1])], []), "like"),
@@ -29,10 +29,10 @@ def test_a_cast_to_the_type_of_a_value_is_a_cast_to_that_type(where):
         [*nodes, helper.make_node("CastLike", ["x", like], ["y"])],
         inputs=(("x", F32, [2, 3]), *inputs), initializers=weights,
     )  # fmt: skip
-    program = read(proto)
+    program = read_onnx(proto)
     assert program.producers()["y"].op == "Cast-9"
     inputs = tuple(value for value in program.inputs if value.name != "like")
-    found = run(replace(program.select(["y"]), inputs=inputs), x=X)["y"]
+    found = run(replace(program.select_outputs(["y"]), inputs=inputs), x=X)["y"]
     assert found.dtype == np.float16
     assert found.tolist() == X.astype(np.float16).tolist()
 
@@ -46,7 +46,7 @@ def test_a_cast_to_a_type_that_only_the_run_tells_stays():
     for taken in (True, False):
         node = helper.make_node("If", ["flag"], ["y"], then_branch=then, else_branch=other)
         proto = model([node], initializers=[numpy_helper.from_array(np.array(taken), "flag")])
-        found = run(read(proto), x=X)["y"]
+        found = run(read_onnx(proto), x=X)["y"]
         assert found.tolist() == (X.astype(np.int64) if taken else -X).tolist()
 
 
@@ -58,7 +58,7 @@ def test_a_zero_point_of_few_bits_tells_the_type_of_a_quantisation(kind):
     )
     zero = helper.make_tensor("zero", code, [], [1])
     scale = numpy_helper.from_array(np.array(0.5, np.float32), "scale")
-    program = read(
+    program = read_onnx(
         model([helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["y"])], initializers=[zero, scale], opset=25)
     )
     assert program.nodes[0].attrs["output_dtype"] == code

@@ -7,29 +7,31 @@ from dataclasses import replace
 import numpy as np
 from conftest import FIXTURES, golden
 
-from converters.match import Declined, Graph, apply
-from converters.names import name_weights
-from converters.passes.experts import experts
-from converters.passes.fold import fold
-from converters.read import read
-from mlx_transmuter.module import Module
+from mlx_transmuter.converters.graph.graph_view import GraphView, SkippedMatch, apply_rewrite
+from mlx_transmuter.converters.onnx_reader.reader import read_onnx
+from mlx_transmuter.converters.onnx_reader.weight_names import name_weights
+from mlx_transmuter.converters.passes.moe.dense_experts import make_experts_dense
+from mlx_transmuter.converters.passes.simplify.fold_constants import fold_constants
 from mlx_transmuter.program import Program
-from mlx_transmuter.signature import outputs
+from mlx_transmuter.program.signature import outputs
+from mlx_transmuter.runtime.module import ProgramModule
 
 
 def graph() -> Program:
-    program = read(FIXTURES / "qwen3_moe" / "model.onnx")
-    return apply(name_weights(program.select(outputs(value.name for value in program.outputs))), fold)[0]
+    program = read_onnx(FIXTURES / "qwen3_moe" / "model.onnx")
+    return apply_rewrite(
+        name_weights(program.select_outputs(outputs(value.name for value in program.outputs))), fold_constants
+    )[0]
 
 
 def reasons(program: Program) -> list[str]:
-    return [answer.reason for answer in experts(Graph(program)) if isinstance(answer, Declined)]
+    return [answer.reason for answer in make_experts_dense(GraphView(program)) if isinstance(answer, SkippedMatch)]
 
 
 def test_each_expert_runs_over_all_tokens_and_keeps_its_own():
     """Four experts of the second layer: an index of tokens, one of choices, a gather and a scatter each."""
-    program, record = apply(graph(), experts)
-    assert (record.held, record.declined) == (16, {})
+    program, record = apply_rewrite(graph(), make_experts_dense)
+    assert (record.replaced_count, record.skip_reasons) == (16, {})
     kinds = {node.op.rpartition("-")[0] for node in program.nodes}
     assert not kinds & {"NonZero", "ScatterElements"}
 
@@ -39,11 +41,11 @@ def test_the_graph_itself_runs_where_sizes_may_depend_on_values():
     import mlx.core as mx
 
     program, row = graph(), golden("qwen3_moe")["rows"][0]
-    module = Module(program, {name: tensor.array() for name, tensor in program.arrays.items()})
+    module = ProgramModule(program, {name: tensor.to_device() for name, tensor in program.tensors.items()})
     tokens = mx.array([row["prompt"]], mx.int32)
     feed = {value.name: mx.zeros((1, 2, 0, 8)) for value in program.inputs if value.name.startswith("past")}
     feed |= {"input_ids": tokens, "attention_mask": mx.ones_like(tokens)}
-    logits = module.eagerly(**feed, position_ids=mx.arange(tokens.size)[None])["logits"]
+    logits = module.call_eagerly(**feed, position_ids=mx.arange(tokens.size)[None])["logits"]
     assert np.abs(np.array(logits[0, -1]) - row["logits"]).max() <= 1e-5 * np.ptp(row["logits"])
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from decoding import greedy, prefill
 
-from converters.convert import convert
-from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.model import load_folder
-from mlx_transmuter.signature import INDEX
+from mlx_transmuter.program.signature import CACHE_INDEX_INPUT
+from mlx_transmuter.runtime.decoder import Decoder
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnx_ir")  # onnxruntime's quantisers to 4 bits need it
@@ -65,12 +65,12 @@ def test_a_form_of_an_export_gives_what_onnxruntime_gives_of_it(name, form, tmp_
     cases = prompts(row, margin)
     module = load_folder(convert(source, "model.onnx", tmp_path / "out", progress=False)).decoder
     mx.eval(module.parameters())
-    assert module.program.input(INDEX) is not None
+    assert module.program.input(CACHE_INDEX_INPUT) is not None
     assert len(module.program.nodes) <= MOST[name]
     alone = Decoder(module, 1)
     for prompt, tokens, wanted in cases:
-        found = prefill(alone.begin([len(prompt)]), [prompt])[0]
+        found = prefill(alone.begin_session([len(prompt)]), [prompt])[0]
         assert np.abs(found - wanted).max() <= limit * np.ptp(wanted)
-        assert greedy(alone.begin([len(prompt) + NEW]), [prompt], [NEW]) == [tokens]
-    batch = Decoder(module, len(cases)).begin([len(prompt) + NEW for prompt, _, _ in cases])
+        assert greedy(alone.begin_session([len(prompt) + NEW]), [prompt], [NEW]) == [tokens]
+    batch = Decoder(module, len(cases)).begin_session([len(prompt) + NEW for prompt, _, _ in cases])
     assert greedy(batch, [prompt for prompt, _, _ in cases], [NEW] * len(cases)) == [tokens for _, tokens, _ in cases]

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from test_passes import before, reasons
 
-from converters.match import Graph, apply
-from converters.passes.narrow import narrow
-from converters.passes.parted import parted
-from converters.passes.rotary import rotary
-from converters.passes.same import same
-from converters.passes.settle import settle
+from mlx_transmuter.converters.graph.graph_view import GraphView, apply_rewrite
+from mlx_transmuter.converters.passes.attention.rotary import fuse_rotary_embedding
+from mlx_transmuter.converters.passes.simplify.eliminate_common_subexpressions import eliminate_common_subexpressions
+from mlx_transmuter.converters.passes.simplify.fold_static_shapes import fold_static_shapes
+from mlx_transmuter.converters.passes.simplify.half_precision_cache import use_half_precision_cache
+from mlx_transmuter.converters.passes.simplify.slices_to_split import fuse_slices_into_split
 from mlx_transmuter.program import Node, Program
 
 
@@ -37,8 +37,10 @@ def half_inside(program: Program, parts: int) -> Program:
 
 
 def test_a_cache_that_is_half_inside_is_kept_so():
-    program, record = apply(half_inside(before("llama_fp16", narrow), 4), narrow)
-    assert record.held == 8
+    program, record = apply_rewrite(
+        half_inside(before("llama_fp16", use_half_precision_cache), 4), use_half_precision_cache
+    )
+    assert record.replaced_count == 8
     for value in (*program.inputs, *program.outputs):
         if value.name.startswith(("past", "present")):
             assert value.dtype == "float16"
@@ -46,19 +48,19 @@ def test_a_cache_that_is_half_inside_is_kept_so():
 
 
 def test_a_cache_of_which_a_part_alone_is_half_inside_declines():
-    program = half_inside(before("llama_fp16", narrow), 2)
-    assert reasons(program, narrow) == ["a part of the cache alone is cast; wanted all of it"]
+    program = half_inside(before("llama_fp16", use_half_precision_cache), 2)
+    assert reasons(program, use_half_precision_cache) == ["a part of the cache alone is cast; wanted all of it"]
 
 
 def test_a_cache_that_is_rounded_on_its_way_out_stays():
     """Kept in float32 its keys would be less rounded than the graph's."""
-    program = half_inside(before("llama_fp16", narrow), 4)
+    program = half_inside(before("llama_fp16", use_half_precision_cache), 4)
     nodes = [replace(n, attrs={"to": 10}) if n.outputs[0].startswith("present") else n for n in program.nodes]
-    assert apply(replace(program, nodes=nodes), narrow)[1].held == 0
+    assert apply_rewrite(replace(program, nodes=nodes), use_half_precision_cache)[1].replaced_count == 0
 
 
 def test_what_is_written_twice_is_computed_once_but_for_chance_and_what_the_graph_gives():
-    program = before("llama", same)
+    program = before("llama", eliminate_common_subexpressions)
     table = next(iter(program.weights))
     extra = [
         Node("Abs-6", (table,), ("a",)), Node("Abs-6", (table,), ("b",)), Node("Neg-6", (table,), ("c",)),
@@ -67,37 +69,37 @@ def test_what_is_written_twice_is_computed_once_but_for_chance_and_what_the_grap
         Node("Concat-4", ("b", "b"), ("h",), {"axis": 1}),
     ]  # fmt: skip
     aliases = {}
-    for answer in same(Graph(replace(program, nodes=[*program.nodes, *extra]))):
+    for answer in eliminate_common_subexpressions(GraphView(replace(program, nodes=[*program.nodes, *extra]))):
         aliases |= answer.aliases
     assert {name: other for name, other in aliases.items() if name in "abcdefgh"} == {"b": "a", "g": "f"}
 
 
 def test_a_size_taken_from_the_cache_is_read_off_the_tokens_unless_it_is_the_cache_s_own():
     """torch.onnx takes the number of rows from the last past, whose length is no size of a step's tokens."""
-    program = before("llama_dynamo", settle)
+    program = before("llama_dynamo", fold_static_shapes)
 
     taken = [node for node in program.nodes if node.op == "Shape-1" and node.inputs[0].startswith("past")]
     assert [node.attrs["start"] for node in taken] == [2, 0]
-    after = apply(program, settle)[0]
+    after = apply_rewrite(program, fold_static_shapes)[0]
     taken = [node for node in after.nodes if node.op == "Shape-1" and node.inputs[0].startswith("past")]
     assert [node.attrs["start"] for node in taken] == [2]
 
 
 def test_a_rotation_by_tables_whose_halves_differ_stays():
-    program = before("llama", rotary)
-    assert apply(program, rotary)[1].held == 4
+    program = before("llama", fuse_rotary_embedding)
+    assert apply_rewrite(program, fuse_rotary_embedding)[1].replaced_count == 4
     at = next(i for i, node in enumerate(program.nodes) if node.op.startswith("Cos"))
     cos = program.nodes[at]
     summed = [replace(cos, outputs=("plain",)), Node("CumSum-11", ("plain", "last"), cos.outputs)]
     program.constants["last"] = np.array(-1)
     program = replace(program, nodes=[*program.nodes[:at], *summed, *program.nodes[at + 1 :]])
-    assert apply(program, rotary)[1].held == 0
+    assert apply_rewrite(program, fuse_rotary_embedding)[1].replaced_count == 0
 
 
 def test_a_rotation_of_neighbours_by_tables_of_halves_stays():
     """gptj's tables repeat each angle for two neighbours; turned about, the angles are alike no more."""
-    program = before("gptj", rotary)
-    assert apply(program, rotary)[1].held == 4
+    program = before("gptj", fuse_rotary_embedding)
+    assert apply_rewrite(program, fuse_rotary_embedding)[1].replaced_count == 4
     nodes = []
     for node in program.nodes:
         if node.op.startswith("Tile") and node.inputs[0].endswith(("Unsqueeze_12_output_0", "Unsqueeze_14_output_0")):
@@ -105,7 +107,7 @@ def test_a_rotation_of_neighbours_by_tables_of_halves_stays():
             program.constants["turns"] = np.array([1, 1, 1, 2, 1])
             node = replace(node, inputs=(node.inputs[0], "turns"))
         nodes.append(node)
-    assert apply(replace(program, nodes=nodes), rotary)[1].held == 0
+    assert apply_rewrite(replace(program, nodes=nodes), fuse_rotary_embedding)[1].replaced_count == 0
 
 
 PARTS = {
@@ -119,7 +121,7 @@ PARTS = {
 @pytest.mark.parametrize(("axis", "step"), [(-1, 1), (3, 1), (-1, 2), (1, 1)])
 def test_slices_are_a_split_where_they_are_parts_one_after_the_other(parts, axis, step):
     begins, ends, wanted = PARTS[parts]
-    program = before("qwen2", parted)
+    program = before("qwen2", fuse_slices_into_split)
     k = next(node for node in program.nodes if node.op.startswith("Reshape") and "/self_attn/" in node.outputs[0])
     program.constants.update({"axis": np.array([axis]), "step": np.array([step])})
     extra, total = [], "plain"
@@ -134,7 +136,11 @@ def test_slices_are_a_split_where_they_are_parts_one_after_the_other(parts, axis
         total = last
     given = [replace(node, outputs=("plain",)) if "logits" in node.outputs else node for node in program.nodes]
     program = replace(program, nodes=[*given, *extra])
-    found = [answer for answer in parted(Graph(program)) if answer.nodes and answer.root.inputs[0] == k.outputs[0]]
+    found = [
+        answer
+        for answer in fuse_slices_into_split(GraphView(program))
+        if answer.nodes and answer.root.inputs[0] == k.outputs[0]
+    ]
     assert bool(found) == (wanted and axis != 1 and step == 1)
     for answer in found:
         order = sorted(range(len(begins)), key=lambda i: begins[i])

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import toy
 
-from converters.convert import convert
-from converters.match import Declined, Graph, apply
-from converters.passes.grouped import grouped
-from converters.read import read
+from mlx_transmuter.converters.graph.graph_view import GraphView, SkippedMatch, apply_rewrite
+from mlx_transmuter.converters.onnx_reader.reader import read_onnx
+from mlx_transmuter.converters.passes.moe.sorted_experts import stack_sorted_experts
+from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.model import load_folder
 from mlx_transmuter.program import Program
 
 
 def graph(tmp_path) -> Program:
-    return read(toy.write(tmp_path / "source", mixtures.decoder("grouped")) / "model.onnx")
+    return read_onnx(toy.write(tmp_path / "source", mixtures.decoder("grouped")) / "model.onnx")
 
 
 @pytest.mark.parametrize("experts", [2, 7])
@@ -38,12 +38,12 @@ def test_rows_sorted_by_expert_go_through_stacks(experts, tmp_path):
 
 
 def reasons(program: Program) -> list[str]:
-    return [answer.reason for answer in grouped(Graph(program)) if isinstance(answer, Declined)]
+    return [answer.reason for answer in stack_sorted_experts(GraphView(program)) if isinstance(answer, SkippedMatch)]
 
 
 def test_each_product_is_one_stack(tmp_path):
-    _, record = apply(graph(tmp_path), grouped)
-    assert (record.held, record.declined) == (3, {})
+    _, record = apply_rewrite(graph(tmp_path), stack_sorted_experts)
+    assert (record.replaced_count, record.skip_reasons) == (3, {})
 
 
 def test_parts_that_are_joined_in_another_order_decline(tmp_path):
@@ -60,6 +60,6 @@ def test_parts_that_are_joined_in_another_order_decline(tmp_path):
 
 def test_matrices_that_are_not_alike_decline(tmp_path):
     program = graph(tmp_path)
-    name = next(name for name in program.arrays if "experts.1.gate" in name)
-    arrays = program.arrays | {name: replace(program.arrays[name], dtype="float16")}
-    assert reasons(replace(program, arrays=arrays)) == ["the matrices of its parts are not alike"]
+    name = next(name for name in program.tensors if "experts.1.gate" in name)
+    arrays = program.tensors | {name: replace(program.tensors[name], dtype="float16")}
+    assert reasons(replace(program, tensors=arrays)) == ["the matrices of its parts are not alike"]

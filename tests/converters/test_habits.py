@@ -10,9 +10,9 @@ import toy
 from conftest import FIXTURES
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from converters.convert import convert
-from converters.names import name_weights
-from converters.read import read
+from mlx_transmuter.converters.onnx_reader.reader import read_onnx
+from mlx_transmuter.converters.onnx_reader.weight_names import name_weights
+from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.model import load_folder
 
 IDS = [3, 1, 15, 7, 7]
@@ -147,7 +147,7 @@ def test_a_habit_changes_neither_the_logits_nor_what_is_left_of_the_graph(habit,
 
 @pytest.mark.parametrize("name", ["llama_dynamo", "gpt2_dynamo"])
 def test_weights_that_torch_onnx_has_folded_get_the_names_of_their_modules(name):
-    program = read(FIXTURES / name / "model.onnx")
+    program = read_onnx(FIXTURES / name / "model.onnx")
     assert any(weight.startswith("val_") for weight in program.weights)
     module = (
         "decoder.model.layers.1.self_attn.q_proj" if name == "llama_dynamo" else "decoder.transformer.h.1.attn.c_attn"
@@ -170,9 +170,9 @@ def test_reading_a_model_reads_none_of_its_external_data(tmp_path, monkeypatch):
         raise AssertionError("the data was read")
 
     monkeypatch.setattr(np, "memmap", read_at_all)
-    program = read(tmp_path / "model.onnx")
+    program = read_onnx(tmp_path / "model.onnx")
     with pytest.raises(AssertionError, match="the data was read"):
-        program.arrays["model.embed.weight"].read()
+        program.tensors["model.embed.weight"].read()
 
 
 def test_onnx_is_not_changed_by_reading_it():
@@ -181,5 +181,5 @@ def test_onnx_is_not_changed_by_reading_it():
     functions(model)
     model.graph.node.append(helper.make_node("SoftmaxCrossEntropyLoss", ["logits", "position_ids"], ["loss"]))
     before = model.SerializeToString(deterministic=True)
-    read(model)
+    read_onnx(model)
     assert model.SerializeToString(deterministic=True) == before

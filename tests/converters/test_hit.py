@@ -7,20 +7,20 @@ import numpy as np
 import pytest
 import toy
 
-from converters.convert import convert
-from converters.errors import ConvertError
-from converters.match import apply
-from converters.passes.hit import hit
-from converters.read import read
+from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.graph.graph_view import apply_rewrite
+from mlx_transmuter.converters.onnx_reader.reader import read_onnx
+from mlx_transmuter.converters.passes.moe.traced_experts import enumerate_traced_experts
+from mlx_transmuter.converters.pipeline import convert
 
 
 def test_the_parts_are_the_experts_numbers(tmp_path):
-    program = read(toy.write(tmp_path, mixtures.decoder("hit")) / "model.onnx")
+    program = read_onnx(toy.write(tmp_path, mixtures.decoder("hit")) / "model.onnx")
     split = next(
         node for node in program.nodes if node.op.startswith("Split-") and len(node.outputs) == mixtures.EXPERTS
     )
-    made, record = apply(program, hit)
-    assert (record.held, record.declined) == (1, {})
+    made, record = apply_rewrite(program, enumerate_traced_experts)
+    assert (record.replaced_count, record.skip_reasons) == (1, {})
     for i, name in enumerate(split.outputs):
         np.testing.assert_array_equal(made.constants[name], [[i]])
 
@@ -44,6 +44,6 @@ def test_a_trace_that_lacks_experts_is_refused(tmp_path):
 
 
 def test_other_splits_stay(tmp_path):
-    program = read(toy.write(tmp_path, mixtures.decoder("gathered")) / "model.onnx")
-    _, record = apply(program, hit)
-    assert (record.held, record.declined) == (0, {})
+    program = read_onnx(toy.write(tmp_path, mixtures.decoder("gathered")) / "model.onnx")
+    _, record = apply_rewrite(program, enumerate_traced_experts)
+    assert (record.replaced_count, record.skip_reasons) == (0, {})

@@ -13,13 +13,13 @@ from blocks_in_toy import with_floats, with_product
 from conftest import FIXTURES
 from onnx import TensorProto, helper, numpy_helper
 
-from converters.convert import convert
-from converters.errors import ConvertError
 from mlx_transmuter import ops
-from mlx_transmuter.changes import Changes
-from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.model import load_folder
+from mlx_transmuter.precision_options import PrecisionOptions
 from mlx_transmuter.program import Program
+from mlx_transmuter.runtime.decoder import Decoder
 
 IDS = [3, 1, 15, 7, 2]
 PACKED = {"int4": (TensorProto.INT4, -8, 7), "uint4": (TensorProto.UINT4, 0, 15)}
@@ -28,7 +28,7 @@ BYTES = {"int8": (TensorProto.INT8, -128, 127), "uint8": (TensorProto.UINT8, 0, 
 
 def converted(model: onnx.ModelProto, tmp_path: Path, **changes) -> tuple[np.ndarray, Program]:
     source = toy.write(tmp_path / "source", model)
-    folder = convert(source, "model.onnx", tmp_path / "out", progress=False, changes=Changes(**changes))
+    folder = convert(source, "model.onnx", tmp_path / "out", progress=False, precision=PrecisionOptions(**changes))
     return toy.found(folder, IDS), load_folder(folder).decoder.program
 
 
@@ -90,7 +90,7 @@ def test_scales_along_the_rows_have_no_group_and_the_weight_is_in_floats(tmp_pat
 
 
 def logits(folder: Path, ids: np.ndarray) -> np.ndarray:
-    run = Decoder(load_folder(folder).decoder, 1).begin([ids.shape[1]])
+    run = Decoder(load_folder(folder).decoder, 1).begin_session([ids.shape[1]])
     step = run.step(ids.astype(np.int32), [ids.shape[1]])
     run.evaluate(step)
     return ops.to_host(step[0])
@@ -149,19 +149,19 @@ def test_a_dynamic_file_with_float_activations_is_a_model_of_quantised_layers(na
     from onnxruntime.quantization import QuantType
 
     source = dynamic(name, tmp_path / "source", weight_type=QuantType.QInt8, per_channel=per_channel)
-    changes = Changes(float_activations=True)
-    out = convert(source, "model.onnx", tmp_path / "out", progress=False, changes=changes)
+    changes = PrecisionOptions(float_activations=True)
+    out = convert(source, "model.onnx", tmp_path / "out", progress=False, precision=changes)
     program = load_folder(out).decoder.program
     assert not [node for node in program.nodes if "Quantize" in node.op or "Integer" in node.op]
     assert {layer["bits"] for layer in program.layers.values() if "bits" in layer} == {8}
-    assert program.meta["proof"]["limit"] == 1e-4
+    assert program.metadata["proof"]["limit"] == 1e-4
     ids = np.random.default_rng(0).integers(30, 120, (1, 8))
     onnx.save(in_floats(source / "model.onnx"), str(tmp_path / "floats.onnx"))
     wanted, rounded = (onnxruntime_logits(file, ids) for file in (tmp_path / "floats.onnx", source / "model.onnx"))
     found = logits(out, ids)
     assert np.abs(found - wanted).max() <= 1e-4 * np.ptp(wanted)
     # What the conversion recorded is of the size of what onnxruntime makes of the rounding.
-    said = program.meta["float_activations"]
+    said = program.metadata["float_activations"]
     far = np.abs(found - rounded).max() / np.ptp(rounded)
     assert far / 10 < said["error"] < far * 10
     assert f"by up to {said['error']:.1e} of their spread" in (out / "README.md").read_text()
@@ -170,17 +170,17 @@ def test_a_dynamic_file_with_float_activations_is_a_model_of_quantised_layers(na
 def test_a_merged_dynamic_file_keeps_activations_in_float_too(tmp_path):
     """As transformers.js has them: the products that round are inside the branches."""
     source = dynamic("gpt2_merged", tmp_path / "source", extra_options={"EnableSubgraph": True})
-    changes = Changes(float_activations=True)
-    out = convert(source, "model.onnx", tmp_path / "out", progress=False, changes=changes)
+    changes = PrecisionOptions(float_activations=True)
+    out = convert(source, "model.onnx", tmp_path / "out", progress=False, precision=changes)
     program = load_folder(out).decoder.program
     assert not [node for node in program.nodes if "Quantize" in node.op or "Integer" in node.op]
     assert {layer["bits"] for layer in program.layers.values() if "bits" in layer} == {8}
-    assert (program.meta["branch"], program.meta["proof"]["limit"]) == ("cached", 1e-4)
+    assert (program.metadata["branch"], program.metadata["proof"]["limit"]) == ("cached", 1e-4)
     ids = np.random.default_rng(0).integers(30, 120, (1, 8))
     rounded, found = onnxruntime_logits(source / "model.onnx", ids), logits(out, ids)
     far = np.abs(found - rounded).max() / np.ptp(rounded)
     assert far <= 5e-2
-    assert far / 10 < program.meta["float_activations"]["error"] < far * 10
+    assert far / 10 < program.metadata["float_activations"]["error"] < far * 10
 
 
 def test_a_merged_dynamic_file_whose_branches_differ_is_refused(tmp_path):
@@ -194,20 +194,26 @@ def test_a_merged_dynamic_file_whose_branches_differ_is_refused(tmp_path):
     cached.node.append(helper.make_node("Neg", ["before"], [given]))
     onnx.save(model, str(source / "model.onnx"))
     with pytest.raises(ConvertError, match=r"two branches on 'use_cache_branch'.*spread"):
-        convert(source, "model.onnx", tmp_path / "out", progress=False, changes=Changes(float_activations=True))
+        convert(
+            source, "model.onnx", tmp_path / "out", progress=False, precision=PrecisionOptions(float_activations=True)
+        )
 
 
 def test_without_the_option_a_dynamic_file_keeps_its_integers(tmp_path):
     source = dynamic("llama", tmp_path / "source")
     program = load_folder(convert(source, "model.onnx", tmp_path / "out", progress=False)).decoder.program
     assert [node for node in program.nodes if node.op.startswith("MatMulInteger-")]
-    assert "float_activations" not in program.meta
+    assert "float_activations" not in program.metadata
 
 
 def test_a_float_file_has_no_activations_to_keep(tmp_path):
     with pytest.raises(ConvertError, match=r"no activations rounded to 8 bits"):
         convert(
-            FIXTURES / "llama", "model.onnx", tmp_path / "out", progress=False, changes=Changes(float_activations=True)
+            FIXTURES / "llama",
+            "model.onnx",
+            tmp_path / "out",
+            progress=False,
+            precision=PrecisionOptions(float_activations=True),
         )
 
 
@@ -283,7 +289,9 @@ def test_a_static_qdq_file_converts_and_keeps_or_leaves_its_roundings(name, per_
     assert [layer for layer in program.layers.values() if layer["kind"] == "QuantizedLinear"]
     found = logits(kept, ids)
     assert np.abs(found - wanted).max() <= 5e-2 * np.ptp(wanted)  # a rounding that goes the other way is 1/255
-    floats = convert(source, "model.onnx", tmp_path / "floats", progress=False, changes=Changes(float_activations=True))
+    floats = convert(
+        source, "model.onnx", tmp_path / "floats", progress=False, precision=PrecisionOptions(float_activations=True)
+    )
     program = load_folder(floats).decoder.program
     assert not [node for node in program.nodes if node.op.startswith("QuantizeLinear-")]
     # Without the roundings it is nearer to the float model than the file is.

@@ -12,8 +12,8 @@ import toy
 from conftest import FIXTURES
 from onnx import AttributeProto, TensorProto, numpy_helper
 
-from converters.convert import convert
-from converters.errors import ConvertError
+from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.pipeline import convert
 
 IDS = [3, 1, 7, 5]
 LIMITS = [0, 1, -1, 2, 7, -2, 2**31 - 1, 2**31, -(2**31), 2**40, 2**62, -(2**63), 2**63 - 1]

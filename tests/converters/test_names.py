@@ -6,26 +6,26 @@ from dataclasses import replace
 
 import pytest
 
-from converters.names import name_weights
-from converters.tensors import Tensor
-from mlx_transmuter.program import Node, Program, Value, Weight
+from mlx_transmuter.converters.onnx_reader.tensors import LazyTensor
+from mlx_transmuter.converters.onnx_reader.weight_names import name_weights
+from mlx_transmuter.program import Node, Program, Value, WeightInfo
 
 
 def program(*readers: Node, names=()) -> Program:
     found = dict.fromkeys(
         [*names, *(name for node in readers for name in node.inputs if name.startswith("onnx::") or "." in name)]
     )
-    arrays = {name: Tensor("float32", (i + 1,), lambda: None) for i, name in enumerate(found)}  # type: ignore[arg-type]
+    arrays = {name: LazyTensor("float32", (i + 1,), lambda: None) for i, name in enumerate(found)}  # type: ignore[arg-type]
     return Program(
         (Value("x", "float32", None),), (Value("y", "float32", None),), [*readers, Node("Identity-1", ("x",), ("y",))],
-        weights={name: Weight(array.dtype, array.shape) for name, array in arrays.items()}, arrays=arrays,
+        weights={name: WeightInfo(array.dtype, array.shape) for name, array in arrays.items()}, tensors=arrays,
     )  # fmt: skip
 
 
 def renamed(before: Program) -> dict[str, str]:
     """Old name -> new name, by the shapes, which differ."""
     after = name_weights(before)
-    assert after.weights.keys() == after.arrays.keys()
+    assert after.weights.keys() == after.tensors.keys()
     after.validate()
     new = {weight.shape: name for name, weight in after.weights.items()}
     assert len(new) == len(before.weights)
@@ -102,6 +102,6 @@ def test_readers_in_branches_and_outputs_follow():
     )
     before = replace(before, outputs=(*before.outputs, Value("onnx::2", "float32", None)))
     after = name_weights(before)
-    branches = [*after.nodes[0].branches()]
+    branches = [*after.nodes[0].subprograms()]
     assert [one.nodes[0].inputs[1] for one in branches] == ["m.q.weight"] * 2
     assert after.outputs[1].name in after.weights

@@ -9,9 +9,9 @@ import numpy as np
 import onnx
 import pytest
 
-from converters.read import read
 from mlx_transmuter import ops
-from mlx_transmuter.module import evaluate
+from mlx_transmuter.converters.onnx_reader.reader import read_onnx
+from mlx_transmuter.runtime.module import evaluate_node
 
 ort = pytest.importorskip("onnxruntime")
 
@@ -45,11 +45,11 @@ def values_of(path, rows: int, length: int) -> dict[str, np.ndarray]:
 def test_each_node_of_a_dynamic_file_gives_what_onnxruntime_gives_of_it(name, form, tmp_path):
     path = forms.make(name, form, tmp_path / "source") / "model.onnx"
     truth = values_of(path, 2, 9)
-    program = read(path)
-    held = {name: tensor.read() for name, tensor in program.arrays.items()} | program.constants | truth
+    program = read_onnx(path)
+    held = {name: tensor.read() for name, tensor in program.tensors.items()} | program.constants | truth
     seen = {"DynamicQuantizeLinear-11": 0, "MatMulInteger-10": 0, "DequantizeLinear-13": 0}
     for node in program.nodes:
-        found = evaluate(
+        found = evaluate_node(
             node, {name: ops.to_device(held[name]) if held[name].ndim else held[name] for name in node.inputs if name}
         )
         for output, value in zip(node.outputs, found, strict=False):

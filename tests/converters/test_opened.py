@@ -9,15 +9,15 @@ import pytest
 import toy
 from onnx import ModelProto, helper, numpy_helper
 
-from converters.convert import convert
-from converters.match import Declined, Graph
-from converters.observe import Observation
-from converters.passes.opened import opened
-from converters.read import read
-from mlx_transmuter.changes import Changes, Quantization
-from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.converters.graph.graph_view import GraphView, SkippedMatch
+from mlx_transmuter.converters.graph.shape_probe import ShapeProbe
+from mlx_transmuter.converters.onnx_reader.reader import read_onnx
+from mlx_transmuter.converters.passes.moe.contrib_moe import expand_contrib_moe
+from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.model import load_folder
+from mlx_transmuter.precision_options import PrecisionOptions, Quantization
 from mlx_transmuter.program import Program
+from mlx_transmuter.runtime.decoder import Decoder
 
 EXPERTS, K, WIDTH, INNER = 6, 2, 64, 32
 IDS = np.random.default_rng(0).integers(0, toy.VOCAB, 48).tolist()
@@ -51,7 +51,7 @@ def agrees(model: ModelProto, tmp_path: Path, truth: ModelProto | None = None) -
     """The program of the conversion, whose logits are onnxruntime's of truth, a token a step and all at once."""
     folder = convert(toy.write(tmp_path / "source", model), "model.onnx", tmp_path / "out", progress=False)
     module = load_folder(folder).decoder
-    run = Decoder(module, 1).begin([len(IDS)])
+    run = Decoder(module, 1).begin_session([len(IDS)])
     logits = run.step(np.array([IDS], np.int32), [len(IDS)])
     run.evaluate(logits)
     wanted = toy.expected(truth or model, IDS)
@@ -86,8 +86,8 @@ def test_a_mixture_in_floats(activation, attrs, bias, tmp_path):
 
 def test_a_mixture_in_floats_is_quantised_on_the_way(tmp_path):
     source = toy.write(tmp_path / "source", decoder("MoE", dense(False, True)))
-    how = Changes(Quantization(8, 32, 8))
-    folder = convert(source, "model.onnx", tmp_path / "out", progress=False, changes=how)
+    how = PrecisionOptions(Quantization(8, 32, 8))
+    folder = convert(source, "model.onnx", tmp_path / "out", progress=False, precision=how)
     layers = load_folder(folder).decoder.program.layers.values()
     assert [layer["kind"] for layer in layers].count("QuantizedSwitchLinear") == 2
 
@@ -135,11 +135,11 @@ def test_a_mixture_in_few_bits(block, kind, zeros, bits, tmp_path):
 
 def test_what_no_stack_does_declines(tmp_path):
     source = toy.write(tmp_path / "source", decoder("MoE", dense(False, False)))
-    program = read(source / "model.onnx")
+    program = read_onnx(source / "model.onnx")
     for node in program.nodes:
         if node.op == "com.microsoft.MoE-1":
             node.attrs["use_sparse_mixer"] = 1  # type: ignore[index]
-    assert [one.reason for one in opened(Graph(program)) if isinstance(one, Declined)] == [
+    assert [one.reason for one in expand_contrib_moe(GraphView(program)) if isinstance(one, SkippedMatch)] == [
         "it routes or packs as no stack does"
     ]
 
@@ -149,9 +149,9 @@ def test_a_mixture_in_a_half_type(dtype, tmp_path):
     """Scores stay in float32, and what is summed by them comes back to the type of the rows."""
     model = decoder("MoE", dense(False, True), activation_type="silu")
     source = toy.write(tmp_path / "source", model)
-    folder = convert(source, "model.onnx", tmp_path / "out", progress=False, changes=Changes(dtype=dtype))
+    folder = convert(source, "model.onnx", tmp_path / "out", progress=False, precision=PrecisionOptions(dtype=dtype))
     program = load_folder(folder).decoder.program
-    seen = Observation.of(program)
+    seen = ShapeProbe.run(program)
     assert seen is not None
     for node in program.nodes:
         if node.op.startswith("mlx.") and node.op not in ("mlx.router", "mlx.dispatch", "mlx.combine"):

@@ -11,29 +11,29 @@ import pytest
 import toy
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from converters.convert import convert
-from converters.errors import ConvertError
 from mlx_transmuter import ops
-from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.model import load_folder
-from mlx_transmuter.module import Module
-from mlx_transmuter.plan import Plan
-from mlx_transmuter.signature import Signature
+from mlx_transmuter.program.run_plan import RunPlan
+from mlx_transmuter.program.signature import DecoderSignature
+from mlx_transmuter.runtime.decoder import Decoder
+from mlx_transmuter.runtime.module import ProgramModule
 
 ROWS = [[3, 1, 15, 7, 4, 9, 2], [5, 5, 8], [11, 2, 6]]
 NEW = [[2, 9], [7, 1], [13, 3]]
 
 
-def converted(model: ModelProto, place: Path) -> Module:
+def converted(model: ModelProto, place: Path) -> ProgramModule:
     return load_folder(convert(toy.write(place / "source", model), "model.onnx", place / "out", progress=False)).decoder
 
 
-def check(module: Module, model: ModelProto, plan: Plan) -> Decoder:
+def check(module: ProgramModule, model: ModelProto, plan: RunPlan) -> Decoder:
     """The plan is that one, and a ragged batch, group by group, gives the logits of onnxruntime row by row."""
     decoder = Decoder(module, 3)
     assert decoder.plan == plan
-    for group in decoder.groups([len(row) for row in ROWS]):
-        run = decoder.begin([len(row) + 2 if i in group else 0 for i, row in enumerate(ROWS)])
+    for group in decoder.group_rows([len(row) for row in ROWS]):
+        run = decoder.begin_session([len(row) + 2 if i in group else 0 for i, row in enumerate(ROWS)])
         wanted = [toy.steps(model, [row, *([token] for token in new)]) for row, new in zip(ROWS, NEW, strict=True)]
         for step in range(3):
             parts = [row if step == 0 else [new[step - 1]] for row, new in zip(ROWS, NEW, strict=True)]
@@ -111,7 +111,7 @@ REREAD = {
 def test_padding_of_a_graph_without_a_cache_is_found_by_trial(what, tmp_path):
     change, padding = REREAD[what]
     model = change(toy.without_cache())
-    check(converted(model, tmp_path), model, Plan("grow", "whole", padding))
+    check(converted(model, tmp_path), model, RunPlan("grow", "whole", padding))
 
 
 def test_presents_without_pasts_are_not_computed(tmp_path):
@@ -126,7 +126,7 @@ def test_a_graph_with_a_cache_and_neither_mask_nor_positions_grows(tmp_path):
     toy.node(model, "total").input[1] = "two"
     model = without_positions(seeing_all(model))
     module = converted(model, tmp_path)
-    check(module, model, Plan("grow"))
+    check(module, model, RunPlan("grow"))
 
 
 def fused(model: ModelProto, *, rows: str = "batch_size") -> ModelProto:
@@ -149,7 +149,7 @@ def fused(model: ModelProto, *, rows: str = "batch_size") -> ModelProto:
 
 def test_keys_and_values_in_one_tensor_of_three_axes(tmp_path):
     model = fused(toy.decoder())
-    check(converted(model, tmp_path), model, Plan("append"))
+    check(converted(model, tmp_path), model, RunPlan("append"))
 
 
 def test_rows_and_heads_in_one_axis_are_refused_by_name(tmp_path):
@@ -170,7 +170,7 @@ def test_inputs_of_the_types_that_exporters_choose(what, tmp_path):
     model = toy.decoder()
     for value in model.graph.input:
         value.type.tensor_type.elem_type = TYPES[what].get(value.name, value.type.tensor_type.elem_type)
-    check(converted(model, tmp_path), toy.decoder(), Plan("append"))
+    check(converted(model, tmp_path), toy.decoder(), RunPlan("append"))
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(TensorProto.FLOAT16, 1e-3), (TensorProto.BFLOAT16, 1e-2)])
@@ -179,7 +179,7 @@ def test_logits_in_half_types(dtype, limit, tmp_path):
     toy.node(model, "logits").output[0] = "whole"
     model.graph.node.append(helper.make_node("Cast", ["whole"], ["logits"], to=dtype))
     model.graph.output[0].type.tensor_type.elem_type = dtype
-    run = Decoder(converted(model, tmp_path), 1).begin([len(ROWS[0])])
+    run = Decoder(converted(model, tmp_path), 1).begin_session([len(ROWS[0])])
     logits = run.step(np.array([ROWS[0]], np.int32), [len(ROWS[0])])
     run.evaluate(logits)
     wanted = toy.expected(toy.decoder(), ROWS[0])
@@ -205,8 +205,8 @@ def one_row(model: ModelProto, *, fixed: bool) -> ModelProto:
 @pytest.mark.parametrize("fixed", [True, False])
 def test_a_graph_of_one_row_runs_once_a_row_unless_it_takes_more(fixed, cache, tmp_path):
     model = one_row(toy.decoder() if cache else toy.without_cache(), fixed=fixed)
-    plan = Plan("append") if cache else Plan("grow", "whole")
-    check(converted(model, tmp_path), model, replace(plan, alone=fixed))
+    plan = RunPlan("append") if cache else RunPlan("grow", "whole")
+    check(converted(model, tmp_path), model, replace(plan, row_by_row=fixed))
 
 
 def remembering(model: ModelProto, *, masked: bool) -> ModelProto:
@@ -244,15 +244,15 @@ def remembering(model: ModelProto, *, masked: bool) -> ModelProto:
 @pytest.mark.parametrize("masked", [True, False])
 def test_rows_of_all_lengths_share_a_run_where_padding_changes_no_state(masked, tmp_path):
     model = remembering(toy.decoder(), masked=masked)
-    decoder = check(converted(model, tmp_path), model, Plan("append", padding="right" if masked else "none"))
-    assert decoder.groups([7, 3, 3]) == ([[0, 1, 2]] if masked else [[0], [1, 2]])
+    decoder = check(converted(model, tmp_path), model, RunPlan("append", padding_side="right" if masked else "none"))
+    assert decoder.group_rows([7, 3, 3]) == ([[0, 1, 2]] if masked else [[0], [1, 2]])
 
 
 def test_a_plan_is_what_a_programs_meta_says(tmp_path):
     program = converted(toy.decoder(), tmp_path).program
-    signature = Signature.of(program)
-    for plan in (Plan("grow", "whole", "left", True), Plan("append"), Plan("in_place", "single", "none")):
-        assert Plan.of(replace(program, meta=plan.meta()), signature) == plan
+    signature = DecoderSignature.from_program(program)
+    for plan in (RunPlan("grow", "whole", "left", True), RunPlan("append"), RunPlan("in_place", "single", "none")):
+        assert RunPlan.from_program(replace(program, metadata=plan.to_metadata()), signature) == plan
     nonsense = {"cache_mode": "sideways", "prompts": 3, "padding": ["right"], "alone": "yes"}
     for meta in ({}, nonsense):
-        assert Plan.of(replace(program, meta=meta), signature) == Plan("append")
+        assert RunPlan.from_program(replace(program, metadata=meta), signature) == RunPlan("append")

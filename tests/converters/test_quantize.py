@@ -16,20 +16,27 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from onnx import numpy_helper
 
-from converters import quantize
-from converters.convert import convert
-from converters.errors import ConvertError
-from converters.quantize import within_bound
 from mlx_transmuter import ops
-from mlx_transmuter.changes import BITS, GROUP_SIZES, NAMES, ChangeError, Changes, Quantization
-from mlx_transmuter.decoder import Decoder
+from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.pipeline import convert
+from mlx_transmuter.converters.precision import quantize
+from mlx_transmuter.converters.precision.quantize import is_within_rounding_bound
 from mlx_transmuter.model import load_folder
+from mlx_transmuter.precision_options import (
+    QUANTIZATION_BITS,
+    QUANTIZATION_GROUP_SIZES,
+    QUANTIZATION_NAMES,
+    PrecisionError,
+    PrecisionOptions,
+    Quantization,
+)
+from mlx_transmuter.runtime.decoder import Decoder
 
 ort = pytest.importorskip("onnxruntime")
 
 
 def run(source: Path, out: Path, **wanted) -> Path:
-    return convert(source, "model.onnx", out, progress=False, changes=Changes(Quantization.of(wanted)))
+    return convert(source, "model.onnx", out, progress=False, precision=PrecisionOptions(Quantization.of(wanted)))
 
 
 def unpacked(weight: np.ndarray, bits: int) -> np.ndarray:
@@ -93,7 +100,7 @@ def onnxruntime_logits(model: onnx.ModelProto, ids: list[int]) -> np.ndarray:
 
 
 def module_logits(folder: Path, ids: list[int]) -> np.ndarray:
-    run = Decoder(load_folder(folder).decoder, 1).begin([len(ids)])
+    run = Decoder(load_folder(folder).decoder, 1).begin_session([len(ids)])
     logits = run.step(np.array([ids], np.int32), [len(ids)])
     run.evaluate(logits)
     return ops.to_host(logits[0])
@@ -113,13 +120,13 @@ def test_the_weights_are_near_their_floats_and_the_logits_are_onnxruntimes_of_th
     name, wanted, tmp_path, monkeypatch
 ):
     original: dict[str, np.ndarray] = {}
-    made = quantize.quantize
+    made = quantize.quantize_layers
 
     def seen(program, *args):
-        original.update({name: tensor.read().astype(np.float64) for name, tensor in program.arrays.items()})
+        original.update({name: tensor.read().astype(np.float64) for name, tensor in program.tensors.items()})
         return made(program, *args)
 
-    monkeypatch.setattr(quantize, "quantize", seen)
+    monkeypatch.setattr(quantize, "quantize_layers", seen)
     folder = run(FIXTURES / name, tmp_path / "out", group_size=32, **wanted)
     held = floats(folder)
     for path, (weight, step, end) in held.items():
@@ -151,13 +158,18 @@ def test_tied_weights_are_stored_once_and_a_layer_that_does_not_fit_stays(tmp_pa
     tables = [path for path, layer in program.layers.items() if layer["kind"] == "QuantizedEmbedding"]
     assert len(tables) == 1
     assert [node.op for node in program.nodes if tables[0] in node.inputs] == ["mlx.embedding", "mlx.as_linear"]
-    kept = program.meta["quantization"]["kept"]
+    kept = program.metadata["quantization"]["kept"]
     assert set(kept) == {path for path, layer in program.layers.items() if layer["kind"] == "Linear"}
     assert set(kept.values()) == {"its 48 columns are no multiple of 32"}
 
 
 def test_a_line_says_what_was_quantised_and_what_was_not(tmp_path, capsys):
-    convert(FIXTURES / "llama", "model.onnx", tmp_path / "out", changes=Changes(Quantization.of({"group_size": 32})))
+    convert(
+        FIXTURES / "llama",
+        "model.onnx",
+        tmp_path / "out",
+        precision=PrecisionOptions(Quantization.of({"group_size": 32})),
+    )
     line = "quantised 8 layers: 8 in 4 bits, groups of 32; 2 stay as they are (model.layers.0.mlp.down_proj): its 48"
     assert line in capsys.readouterr().err
 
@@ -166,7 +178,7 @@ def test_what_it_does_to_the_logits_is_recorded(tmp_path):
     found = {}
     for bits in (2, 4, 8):
         folder = run(FIXTURES / "llama", tmp_path / str(bits), bits=bits, group_size=32)
-        meta = load_folder(folder).decoder.program.meta
+        meta = load_folder(folder).decoder.program.metadata
         assert meta["proof"]["error"] < 1e-4  # the float module's
         found[bits] = meta["quantization"]
         assert f"by up to {found[bits]['error']:.1e} of their spread" in (folder / "README.md").read_text()
@@ -187,21 +199,21 @@ def test_float16_weights_have_float16_scales(tmp_path):
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from(BITS), st.sampled_from(GROUP_SIZES), st.sampled_from([mx.float32, mx.float16]),
+    st.sampled_from(QUANTIZATION_BITS), st.sampled_from(QUANTIZATION_GROUP_SIZES), st.sampled_from([mx.float32, mx.float16]),
     st.integers(0, 2**31), st.sampled_from([0.0, 1.0, 300.0]), st.sampled_from([1e-4, 0.02, 1.0, 100.0]),
 )  # fmt: skip
 def test_the_bound_holds_for_all_weights_and_sees_a_wrong_one(bits, group, dtype, seed, offset, size):
     draw = np.random.default_rng(seed)
     weight = mx.array(draw.normal(offset, size, (3, 2 * group)).astype(np.float32)).astype(dtype)
     made = list(mx.quantize(weight, group_size=group, bits=bits))
-    assert within_bound(weight, *made, bits)
+    assert is_within_rounding_bound(weight, *made, bits)
     step = float(mx.abs(made[1][1, 1]).item())
     info = mx.finfo(dtype)  # what is below the smallest normal number is held to that number's precision
     rounding = float(info.eps) * (2**bits * max(step, float(info.smallest_normal)) + offset + 10 * size)
     far = 2.1 * step + 2 * rounding  # it may have been a step below
     wrong = np.array(weight.astype(mx.float32))
     wrong[1, group + 3] += far
-    assert not within_bound(mx.array(wrong), *made, bits)
+    assert not is_within_rounding_bound(mx.array(wrong), *made, bits)
 
 
 # What is refused.
@@ -250,7 +262,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path):
     ],
 )
 def test_what_mlx_has_no_form_of_is_refused(wanted, match):
-    with pytest.raises(ChangeError, match=match):
+    with pytest.raises(PrecisionError, match=match):
         Quantization.of(wanted)
 
 
@@ -259,4 +271,4 @@ def test_names_and_mappings_say_the_same():
     assert (
         Quantization.of("mixed_2_6") == Quantization.of({"recipe": "mixed_2_6"}) == Quantization(2, 64, 6, "mixed_2_6")
     )
-    assert [Quantization.of(name).name for name in NAMES] == list(NAMES)
+    assert [Quantization.of(name).name for name in QUANTIZATION_NAMES] == list(QUANTIZATION_NAMES)

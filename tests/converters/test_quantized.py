@@ -14,8 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper
 
-from converters.blocks import Blocks, arrays_of, unpacked
-from converters.convert import convert
+from mlx_transmuter.converters.passes.layers.quantized_blocks import (
+    BlockQuantizedWeight,
+    build_layer_arrays,
+    unpack_bits,
+)
+from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.model import load_folder
 from mlx_transmuter.program import Program
 
@@ -116,7 +120,7 @@ def test_what_mlx_has_no_groups_for_is_a_layer_in_floats_and_said(columns, block
     agrees(found, toy.expected(with_floats(weight, columns), IDS))
     assert program.layers["w.layer"] == {"kind": "Linear", "bias": False}
     assert not [node for node in program.nodes if "MatMulNBits" in node.op]
-    (record,) = [record for record in program.meta["rewrites"] if record["name"] == "quantized"]
+    (record,) = [record for record in program.metadata["rewrites"] if record["name"] == "make_block_quantized_layers"]
     (said,) = record["declined"]
     assert f"blocks of {block}" in said
     assert "its weight is in float32 now" in said
@@ -148,28 +152,28 @@ def test_a_layers_arrays_stand_for_the_files_numbers(columns, block, bits, seed,
     values = draw.integers(0, 2**bits, (3, columns)).astype(np.uint8)
     scales = draw.uniform(0.01, 0.1, (3, blocks)).astype(np.float16).astype(np.float32)
     zeros = draw.integers(0, 2**bits, (3, blocks)).astype(np.float32)
-    made = Blocks(3, columns, block, bits, dtype, lambda: (values, scales, zeros))
-    arrays, options = arrays_of("layer", made)
+    made = BlockQuantizedWeight(3, columns, block, bits, dtype, lambda: (values, scales, zeros))
+    arrays, options = build_layer_arrays("layer", made)
     index = np.arange(columns) // block
     wanted = (values - zeros[:, index]) * scales[:, index]
-    read = {name.removeprefix("layer."): tensor.array() for name, tensor in arrays.items()}
+    read = {name.removeprefix("layer."): tensor.to_device() for name, tensor in arrays.items()}
     assert {name: tuple(array.shape) for name, array in read.items()} == {
         name.removeprefix("layer."): tensor.shape for name, tensor in arrays.items()
     }
-    if made.group is None:
+    if made.group_size is None:
         assert read["weight"].dtype == getattr(mx, dtype)
         held = read["weight"]
     else:
         held = mx.dequantize(*(read[name] for name in ("weight", "scales", "biases")), **options)
         assert read["scales"].dtype == (mx.float16 if dtype == "float16" else mx.float32)
-    digits = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1e-2 if made.group is None else 1e-6}[dtype]
+    digits = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1e-2 if made.group_size is None else 1e-6}[dtype]
     far = np.abs(np.array(held.astype(mx.float32))[:, :columns] - wanted)
     assert far.max() <= digits * 2**bits * 0.1
-    assert made.group is None or (columns + made.pad) % made.group == 0
+    assert made.group_size is None or (columns + made.padding_columns) % made.group_size == 0
 
 
 def test_packing_is_that_of_the_file():
     draw = np.random.default_rng(0)
     for bits in (2, 4, 8):
         values = draw.integers(0, 2**bits, (3, 96)).astype(np.uint8)
-        np.testing.assert_array_equal(unpacked(packed(values, bits, 32).reshape(3, -1), bits, 96), values)
+        np.testing.assert_array_equal(unpack_bits(packed(values, bits, 32).reshape(3, -1), bits, 96), values)

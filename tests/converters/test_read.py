@@ -9,10 +9,10 @@ import toy
 from onnx import TensorProto, helper, numpy_helper
 from small import BOOL, F32, I64, X, agrees, branch, model, run
 
-from converters.convert import convert
-from converters.errors import ConvertError
-from converters.read import read
 from mlx_transmuter import ops
+from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.onnx_reader.reader import read_onnx
+from mlx_transmuter.converters.pipeline import convert
 
 
 @pytest.mark.parametrize("opset", [11, 12, 13, 14, 15, 17, 18, 19, 20, 21, 22, 23])
@@ -46,9 +46,9 @@ def test_every_form_of_constant(form):
     node = onnx.NodeProto(op_type="Constant", output=["c"])
     node.attribute.append(helper.make_attribute(form, value))
     kind = {"f": F32, "i": I64, "U": TensorProto.STRING}[wanted.dtype.kind]
-    program = read(model([node], inputs=(), outputs=("c",)))
+    program = read_onnx(model([node], inputs=(), outputs=("c",)))
     assert not program.nodes
-    found = program.constants["c"] if "c" in program.constants else program.arrays["c"].read()
+    found = program.constants["c"] if "c" in program.constants else program.tensors["c"].read()
     assert found.tolist() == wanted.tolist()
     assert found.dtype.kind == np.dtype(helper.tensor_dtype_to_np_dtype(kind)).kind or kind == TensorProto.STRING
     assert found.shape == wanted.shape
@@ -58,7 +58,7 @@ def test_a_constant_without_a_value_or_with_two_is_refused():
     for attrs in ({}, {"value_int": 1, "value_float": 1.0}):
         node = helper.make_node("Constant", [], ["c"], name="odd", **attrs)
         with pytest.raises(ConvertError) as error:
-            read(model([node], inputs=(), outputs=("c",)))
+            read_onnx(model([node], inputs=(), outputs=("c",)))
         assert error.value.node == "Constant 'odd'"
 
 
@@ -73,7 +73,7 @@ def sparse(name, values, indices, dims):
 @pytest.mark.parametrize("indices", [[1, 5], [[0, 1], [1, 2]]], ids=["linear", "by axes"])
 def test_sparse_initialisers_become_dense(indices):
     proto = model([helper.make_node("Add", ["x", "s"], ["y"])], sparse=[sparse("s", [10.0, 20.0], indices, [2, 3])])
-    (added,) = run(read(proto), x=X).values()
+    (added,) = run(read_onnx(proto), x=X).values()
     assert (added - X).tolist() == [[0, 10, 0], [0, 0, 20]]
 
 
@@ -83,15 +83,15 @@ def test_sparse_initialisers_become_dense(indices):
 )
 def test_sparse_indices_outside_are_refused(indices, dims):
     proto = model([helper.make_node("Add", ["x", "s"], ["y"])], sparse=[sparse("s", [1.0, 2.0], indices, dims)])
-    program = read(proto)
+    program = read_onnx(proto)
     with pytest.raises(ConvertError, match="sparse tensor 's'"):
-        program.arrays["s"].read()
+        program.tensors["s"].read()
 
 
 def test_a_sparse_tensor_that_would_fill_memory_is_refused():
     for dims in ([2**30, 2**30], [2**60], [-1, 3]):
         with pytest.raises(ConvertError):
-            read(model([helper.make_node("Identity", ["s"], ["y"])], sparse=[sparse("s", [1.0], [0], dims)]))
+            read_onnx(model([helper.make_node("Identity", ["s"], ["y"])], sparse=[sparse("s", [1.0], [0], dims)]))
 
 
 def test_an_initialiser_that_is_also_an_input_is_a_weight():
@@ -100,7 +100,7 @@ def test_an_initialiser_that_is_also_an_input_is_a_weight():
     proto = model(
         [node], initializers=[numpy_helper.from_array(X, "w")], inputs=(("x", F32, [2, 3]), ("w", F32, [2, 3]))
     )
-    program = read(proto)
+    program = read_onnx(proto)
     assert [value.name for value in program.inputs] == ["x"]
     assert run(program, x=X)["y"].tolist() == (X + X).tolist()
 
@@ -126,7 +126,7 @@ def test_branches_may_use_the_names_of_their_siblings_and_have_initialisers():
             outputs=("y", "t"),
         )
         program = agrees(proto, x=X)  # under the names of the graph's own values
-        assert len(program.arrays) == 2
+        assert len(program.tensors) == 2
         names = [name for node in program.all_nodes() for name in node.outputs]
         assert len(set(names)) == len(names)
 
@@ -143,7 +143,7 @@ def test_a_branch_may_hide_a_name_of_the_graph_around_it():
         ],
         initializers=[numpy_helper.from_array(np.array(True), "flag")],
     )
-    assert run(read(proto), x=X)["y"].tolist() == (X + X + X).tolist()
+    assert run(read_onnx(proto), x=X)["y"].tolist() == (X + X + X).tolist()
 
 
 def test_branches_in_branches_and_a_loop_body():
@@ -164,7 +164,7 @@ def test_branches_in_branches_and_a_loop_body():
         initializers=[numpy_helper.from_array(np.array(3), "three"), numpy_helper.from_array(np.array(True), "flag")],
         outputs=("y", "all"),
     )
-    found = run(read(proto), x=X)
+    found = run(read_onnx(proto), x=X)
     np.testing.assert_allclose(found["y"], X**4, rtol=1e-5)
     np.testing.assert_allclose(found["all"], np.stack([X**2, X**3, X**4]), rtol=1e-5)
 
@@ -191,7 +191,7 @@ def test_functions_of_the_model_are_inlined():
         helper.make_node("Twice", ["x"], ["h"], domain="local", slope=0.25),
         helper.make_node("Twice", ["h"], ["y"], domain="local", slope=0.5),
     ]
-    program = read(model(nodes, functions=[inner, outer]))
+    program = read_onnx(model(nodes, functions=[inner, outer]))
     assert {node.op for node in program.nodes} == {"LeakyRelu-6", "Add-7"}
     wanted = X
     for slope in (0.25, 0.5):
@@ -208,7 +208,7 @@ def test_functions_that_call_themselves_are_refused():
         for name, calls in (("F", "G"), ("G", "F"))
     ]
     with pytest.raises(ConvertError, match="functions that cannot be inlined"):
-        read(model([helper.make_node("F", ["x"], ["y"], domain="local")], functions=functions))
+        read_onnx(model([helper.make_node("F", ["x"], ["y"], domain="local")], functions=functions))
 
 
 def test_functions_that_come_to_a_billion_nodes_are_refused_before_they_do():
@@ -218,7 +218,7 @@ def test_functions_that_come_to_a_billion_nodes_are_refused_before_they_do():
         nodes = [helper.make_node(f"f{i - 1}", [f"a{j}"], [f"a{j + 1}"], domain="local") for j in range(10)]
         functions.append(helper.make_function("local", f"f{i}", ["a0"], ["a10"], nodes, imports))
     with pytest.raises(ConvertError, match="1000000000 nodes"):
-        read(model([helper.make_node("f9", ["x"], ["y"], domain="local")], functions=functions))
+        read_onnx(model([helper.make_node("f9", ["x"], ["y"], domain="local")], functions=functions))
 
 
 @pytest.mark.parametrize(
@@ -226,8 +226,8 @@ def test_functions_that_come_to_a_billion_nodes_are_refused_before_they_do():
     [("MeanVarianceNormalization", ["x"], {"axes": [1]}), ("CenterCropPad", ["x", "size"], {"axes": [0, 1]})],
 )
 def test_an_operator_with_a_body_in_its_schema_is_expanded_into_it(op, inputs, attrs, monkeypatch):
-    form = ops.form
-    monkeypatch.setattr(ops, "form", lambda kind, opset: None if kind == op else form(kind, opset))
+    form = ops.resolve_operator
+    monkeypatch.setattr(ops, "resolve_operator", lambda kind, opset: None if kind == op else form(kind, opset))
     size = numpy_helper.from_array(np.array([4, 2]), "size")
     proto = model([helper.make_node(op, inputs, ["y"], **attrs)], initializers=[size])
     typed = [helper.make_tensor_value_info("x", F32, [2, 3])]
@@ -242,8 +242,8 @@ def test_an_operator_with_a_body_in_its_schema_is_expanded_into_it(op, inputs, a
     ["Elu", "HardSigmoid", "LeakyRelu", "MeanVarianceNormalization", "Selu", "Shrink", "Swish", "ThresholdedRelu"],
 )
 def test_a_body_of_a_schema_has_the_defaults_of_the_attributes_that_are_not_told(op, monkeypatch):
-    form = ops.form
-    monkeypatch.setattr(ops, "form", lambda kind, opset: None if kind == op else form(kind, opset))
+    form = ops.resolve_operator
+    monkeypatch.setattr(ops, "resolve_operator", lambda kind, opset: None if kind == op else form(kind, opset))
     proto = model([helper.make_node(op, ["x"], ["y"], **({"axes": [1]} if op.startswith("Mean") else {}))], opset=24)
     program = agrees(proto, x=X)
     assert len(program.nodes) > 1
@@ -258,7 +258,7 @@ def test_domains_in_any_number_and_spelling(domains):
                   initializers=[numpy_helper.from_array(np.array([1]), "a")])  # fmt: skip
     del proto.opset_import[:]
     proto.opset_import.extend(helper.make_opsetid(name, 18 if name in ("", "ai.onnx") else 1) for name in domains)
-    program = read(proto)
+    program = read_onnx(proto)
     assert [node.op for node in program.nodes] == ["Relu-6", "ReduceSum-13"]
     assert run(program, x=X)["y"].tolist() == np.maximum(X, 0).sum(1, keepdims=True).tolist()
 
@@ -268,7 +268,7 @@ def test_a_model_without_any_version_is_refused(tmp_path):
     del proto.opset_import[:]
     (tmp_path / "model.onnx").write_bytes(proto.SerializeToString())
     with pytest.raises(ConvertError, match="without a graph"):
-        read(tmp_path / "model.onnx")
+        read_onnx(tmp_path / "model.onnx")
 
 
 def test_unsupported_operators_are_listed_at_once_with_a_node_each():
@@ -286,7 +286,7 @@ def test_unsupported_operators_are_listed_at_once_with_a_node_each():
     del proto.opset_import[:]
     proto.opset_import.extend(imports)
     with pytest.raises(ConvertError) as error:
-        read(proto)
+        read_onnx(proto)
     for text in (
         "Frobnicate (2, such as '/model/frob')",
         "com.acme.Blend (1, such as 'f3')",
@@ -299,7 +299,7 @@ def test_unsupported_operators_are_listed_at_once_with_a_node_each():
 
 def test_names_of_ONNX_and_of_its_default_domain_are_one():
     node = helper.make_node("Add", ["x", "x"], ["y"], domain="ai.onnx")
-    assert read(model([node])).nodes[0].op == "Add-7"
+    assert read_onnx(model([node])).nodes[0].op == "Add-7"
 
 
 def test_left_out_inputs_and_outputs_stay_so():
@@ -323,7 +323,7 @@ def test_nodes_may_stand_in_any_order():
         ],
         initializers=[numpy_helper.from_array(np.array(True), "flag")],
     )
-    np.testing.assert_allclose(run(read(proto), x=X)["y"], np.abs(X) * X + np.abs(X))
+    np.testing.assert_allclose(run(read_onnx(proto), x=X)["y"], np.abs(X) * X + np.abs(X))
 
 
 def broken(change):
@@ -361,16 +361,16 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_a_graph_that_is_not_right_is_refused(what):
-    run(read(broken(lambda graph: None)), x=X)
+    run(read_onnx(broken(lambda graph: None)), x=X)
     change, found = WRONG[what]
     with pytest.raises(ConvertError) as error:
-        read(broken(change))
+        read_onnx(broken(change))
     assert found in error.value.found
 
 
 def test_sizes_that_no_axis_has_are_unknown():
     proto = model([helper.make_node("Neg", ["x"], ["y"])], inputs=(("x", F32, [-1, 2**62, "n", None, 0, 7]),))
-    assert read(proto).inputs[0].shape == (None, None, "n", None, 0, 7)
+    assert read_onnx(proto).inputs[0].shape == (None, None, "n", None, 0, 7)
 
 
 def test_large_integers_are_weights_and_small_ones_constants():
@@ -384,6 +384,6 @@ def test_large_integers_are_weights_and_small_ones_constants():
         numpy_helper.from_array(many, "many"),
         numpy_helper.from_array(X[0], "w"),
     ]
-    program = read(model(nodes, initializers=tensors, outputs=("a", "b")))
+    program = read_onnx(model(nodes, initializers=tensors, outputs=("a", "b")))
     assert set(program.constants) == {"few"}
-    assert set(program.arrays) == {"many", "w"}
+    assert set(program.tensors) == {"many", "w"}

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from conftest import FIXTURES
 
-from converters.convert import convert
-from converters.errors import ConvertError
-from converters.names import name_weights
-from converters.passes import IN_GRAPH, OVER_POOLS, rewrite
-from converters.passes.joined import joined
-from converters.read import read
-from converters.recipes import bits_of
-from mlx_transmuter.changes import RECIPES, Changes, Quantization
+from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.onnx_reader.reader import read_onnx
+from mlx_transmuter.converters.onnx_reader.weight_names import name_weights
+from mlx_transmuter.converters.passes import GRAPH_REWRITES, POOL_REWRITES, apply_rewrites
+from mlx_transmuter.converters.passes.layers.merge_projections import merge_projections
+from mlx_transmuter.converters.pipeline import convert
+from mlx_transmuter.converters.precision.recipes import recipe_bits
 from mlx_transmuter.model import load_folder
+from mlx_transmuter.precision_options import QUANTIZATION_RECIPES, PrecisionOptions, Quantization
 from mlx_transmuter.program import Node, Program, Value
-from mlx_transmuter.signature import outputs
+from mlx_transmuter.program.signature import outputs
 
 NAMED = (
     "llama",
@@ -38,7 +38,7 @@ NAMED = (
 
 def mlx_lm(recipe: str, paths: list[str], blocks: int) -> dict[str, int]:
     """mlx_lm 0.32.2, convert.mixed_quant_predicate_builder: path -> bits of the layers with more than the fewest."""
-    _, high_bits = RECIPES[recipe]
+    _, high_bits = QUANTIZATION_RECIPES[recipe]
     down = next(path for path in paths if "down_proj" in path)
     layer_location = next(i for i, part in enumerate(down.split(".")) if part.isdigit())
     found = {}
@@ -95,12 +95,12 @@ def llama(blocks: int, pools: bool, tied: bool = False) -> Program:
     return Program(*values, nodes, layers=layers)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", QUANTIZATION_RECIPES)
 @pytest.mark.parametrize("pools", [False, True])
 def test_more_bits_go_where_mlx_lm_gives_them(recipe, pools):
     for blocks in (*range(1, 34), 61):
         program = llama(blocks, pools, tied=blocks % 2 == 0)
-        found = bits_of(program, Quantization.of(recipe), Path("model.onnx"))
+        found = recipe_bits(program, Quantization.of(recipe), Path("model.onnx"))
         assert found == mlx_lm(recipe, list(program.layers), blocks), blocks
 
 
@@ -112,8 +112,8 @@ def test_opaque_names_change_nothing():
         nodes=[replace(n, inputs=tuple(names.get(name, name) for name in n.inputs)) for n in program.nodes],
         layers={names[path]: layer for path, layer in program.layers.items()},
     )
-    wanted = bits_of(program, Quantization.of("mixed_3_6"), Path("model.onnx"))
-    found = bits_of(opaque, Quantization.of("mixed_3_6"), Path("model.onnx"))
+    wanted = recipe_bits(program, Quantization.of("mixed_3_6"), Path("model.onnx"))
+    found = recipe_bits(opaque, Quantization.of("mixed_3_6"), Path("model.onnx"))
     assert found == {names[path]: bits for path, bits in wanted.items()}
 
 
@@ -131,7 +131,7 @@ def test_a_value_that_is_the_sum_of_two_products_comes_from_no_value_projection(
     programs = [program] + [
         replace(program, nodes=[*program.nodes[:at], *nodes, *program.nodes[at + 1 :]], layers=layers) for nodes in sums
     ]
-    plain, apart, within = (bits_of(one, Quantization.of("mixed_3_6"), Path("model.onnx")) for one in programs)
+    plain, apart, within = (recipe_bits(one, Quantization.of("mixed_3_6"), Path("model.onnx")) for one in programs)
     assert apart == within
     assert node.inputs[1] in plain
     assert node.inputs[1] not in within
@@ -139,16 +139,16 @@ def test_a_value_that_is_the_sum_of_two_products_comes_from_no_value_projection(
 
 def rewritten(name: str) -> Program:
     """The fixture's program over pools with the layers that the exporter has, none joined."""
-    graph = read(FIXTURES / name / "model.onnx")
-    graph = name_weights(graph.select(outputs(value.name for value in graph.outputs)))
-    program, _ = rewrite(graph, tuple(one for one in IN_GRAPH if one is not joined))
-    return rewrite(program, OVER_POOLS)[0]
+    graph = read_onnx(FIXTURES / name / "model.onnx")
+    graph = name_weights(graph.select_outputs(outputs(value.name for value in graph.outputs)))
+    program, _ = apply_rewrites(graph, tuple(one for one in GRAPH_REWRITES if one is not merge_projections))
+    return apply_rewrites(program, POOL_REWRITES)[0]
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_real_exports_get_what_mlx_lm_gives_by_name(name):
     program = rewritten(name)
-    found = bits_of(program, Quantization.of("mixed_3_6"), FIXTURES / name)
+    found = recipe_bits(program, Quantization.of("mixed_3_6"), FIXTURES / name)
     assert found == mlx_lm("mixed_3_6", list(program.layers), 2)
 
 
@@ -165,7 +165,7 @@ def test_real_exports_get_what_mlx_lm_gives_by_name(name):
 def test_what_other_architectures_call_it_is_found_too(name, down):
     """mlx_lm refuses these, whose down projections have other names."""
     program = rewritten(name)
-    found = bits_of(program, Quantization.of("mixed_3_6"), FIXTURES / name)
+    found = recipe_bits(program, Quantization.of("mixed_3_6"), FIXTURES / name)
     assert [path for path in found if path.endswith(down)] == [path for path in program.layers if path.endswith(down)][
         1:
     ]
@@ -178,21 +178,21 @@ def test_activations_of_onnxruntime_are_known(name):
         replace(node, op=f"com.microsoft.{name}-1", inputs=node.inputs[:1], attrs={}) if node.op == "mlx.gate" else node
         for node in program.nodes
     ]
-    found = bits_of(replace(program, nodes=fused), Quantization.of("mixed_3_6"), Path("model.onnx"))
+    found = recipe_bits(replace(program, nodes=fused), Quantization.of("mixed_3_6"), Path("model.onnx"))
     assert found == mlx_lm("mixed_3_6", list(program.layers), 9)
 
 
 def test_a_graph_without_down_projections_is_refused():
     with pytest.raises(ConvertError, match=r"no down projection among 1 layers.*mixed_3_6"):
-        bits_of(llama(0, pools=True, tied=True), Quantization.of("mixed_3_6"), Path("model.onnx"))
+        recipe_bits(llama(0, pools=True, tied=True), Quantization.of("mixed_3_6"), Path("model.onnx"))
 
 
 def test_the_folder_has_the_recipes_bits(tmp_path):
-    changes = Changes(Quantization.of({"recipe": "mixed_2_6", "group_size": 32}))
+    changes = PrecisionOptions(Quantization.of({"recipe": "mixed_2_6", "group_size": 32}))
     program = load_folder(
-        convert(FIXTURES / "llama", "model.onnx", tmp_path / "out", progress=False, changes=changes)
+        convert(FIXTURES / "llama", "model.onnx", tmp_path / "out", progress=False, precision=changes)
     ).decoder.program
     bits = {path: layer.get("bits") for path, layer in program.layers.items()}
     assert bits["lm_head"] == bits["model.layers.1.self_attn.v_proj"] == 6
     assert bits["model.embed_tokens"] == bits["model.layers.0.self_attn.v_proj"] == 2
-    assert program.meta["quantization"]["name"] == "mixed_2_6"
+    assert program.metadata["quantization"]["name"] == "mixed_2_6"

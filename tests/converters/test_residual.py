@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from test_passes import before, reasons
 
-from converters.match import Graph, apply
-from converters.observe import step
-from converters.passes.last import last
-from converters.passes.residual import residual
-from mlx_transmuter.module import Module
+from mlx_transmuter.converters.graph.graph_view import GraphView, apply_rewrite
+from mlx_transmuter.converters.graph.shape_probe import make_step_inputs
+from mlx_transmuter.converters.passes.layers.fuse_residual import fuse_residual_add
+from mlx_transmuter.converters.passes.logits.last_token_logits import gather_last_token_logits
 from mlx_transmuter.program import Node, Program, Value
-from mlx_transmuter.signature import Signature
+from mlx_transmuter.program.signature import DecoderSignature
+from mlx_transmuter.runtime.module import ProgramModule
 
 READ = "the product is read by something else too; wanted one that only the sum reads"
 SHAPES = "the product and what it is added to differ in shape; wanted one shape in every size"
@@ -23,7 +23,7 @@ SHAPES = "the product and what it is added to differ in shape; wanted one shape 
 
 def sums(program: Program) -> list[Node]:
     """The sums of a product, and the products that are sums."""
-    graph = Graph(program)
+    graph = GraphView(program)
     linear = [node for node in program.nodes if node.op == "mlx.linear"]
     added = [node for node in program.nodes if node.op.startswith("Add-")]
     return [node for node in linear if len(node.inputs) > 2] + [
@@ -34,13 +34,13 @@ def sums(program: Program) -> list[Node]:
 def outputs(program: Program) -> dict[str, np.ndarray]:
     """What the program gives for drawn tokens after a drawn cache: two rows of three tokens after seven."""
     draw = np.random.default_rng(0)
-    signature = Signature.of(program)
-    inputs = step(program, signature, 2, 7, 3)
-    for entry in signature.entries:
+    signature = DecoderSignature.from_program(program)
+    inputs = make_step_inputs(program, signature, 2, 7, 3)
+    for entry in signature.cache_pairs:
         inputs[entry.past] = mx.array(draw.normal(size=inputs[entry.past].shape).astype(np.float32))
-    inputs[signature.tokens] = mx.array(draw.integers(0, 90, (2, 3)))
-    arrays = {name: tensor.array() for name, tensor in program.arrays.items()}
-    found = Module(program, arrays)(**inputs)
+    inputs[signature.token_input] = mx.array(draw.integers(0, 90, (2, 3)))
+    arrays = {name: tensor.to_device() for name, tensor in program.tensors.items()}
+    found = ProgramModule(program, arrays)(**inputs)
     return {name: np.array(value) for name, value in found.items()}
 
 
@@ -60,7 +60,7 @@ def with_nodes(program: Program, at: Node, *nodes: Node) -> Program:
 
 def first_sum(program: Program) -> tuple[Node, str, str]:
     """The first Add of a product and a value that is none, with the names of the product and the value."""
-    graph = Graph(program)
+    graph = GraphView(program)
     for node in program.nodes:
         if node.op.startswith("Add-"):
             product = [name for name in node.inputs if graph.producer(name, "mlx.linear")]
@@ -72,28 +72,28 @@ def first_sum(program: Program) -> tuple[Node, str, str]:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "llama_q4", "opt"])
 def test_each_layers_two_sums_go_into_its_products(name):
-    program = before(name, residual)
-    after, record = apply(program, residual)
-    assert (record.held, record.declined) == (4, {})
+    program = before(name, fuse_residual_add)
+    after, record = apply_rewrite(program, fuse_residual_add)
+    assert (record.replaced_count, record.skip_reasons) == (4, {})
     assert [len(node.inputs) for node in sums(after)] == [3] * 4
     assert len(after.nodes) == len(program.nodes) - 4
     same(program, after)
 
 
 def test_a_value_that_comes_after_the_product_is_there_when_the_sum_is_made():
-    program = before("llama", residual)
+    program = before("llama", fuse_residual_add)
     node, product, other = first_sum(program)
     late = [Node("Abs-6", (other,), ("late",)), replace(node, inputs=("late", product))]
     program = with_nodes(program, node, *late)
-    after, record = apply(program, residual)
-    assert record.held == 4
+    after, record = apply_rewrite(program, fuse_residual_add)
+    assert record.replaced_count == 4
     assert after.producers()[node.outputs[0]].inputs[2] == "late"
     same(program, after)
 
 
 @pytest.mark.parametrize("change", ["read by another node", "an output", "added to itself"])
 def test_a_product_that_is_read_elsewhere_stays_apart(change):
-    program = before("llama", residual)
+    program = before("llama", fuse_residual_add)
     node, product, _ = first_sum(program)
     if change == "read by another node":
         program = replace(program, nodes=[*program.nodes, Node("Abs-6", (product,), ("too",))])
@@ -101,9 +101,9 @@ def test_a_product_that_is_read_elsewhere_stays_apart(change):
         program = replace(program, outputs=(*program.outputs, Value(product, "float32", None)))
     else:
         program = with_nodes(program, node, replace(node, inputs=(product, product)))
-    assert reasons(program, residual) == [READ]
-    after, record = apply(program, residual)
-    assert record.held == 3
+    assert reasons(program, fuse_residual_add) == [READ]
+    after, record = apply_rewrite(program, fuse_residual_add)
+    assert record.replaced_count == 3
     assert after.producers()[node.outputs[0]].op == node.op
     if change == "an output":
         same(program, after)
@@ -112,45 +112,45 @@ def test_a_product_that_is_read_elsewhere_stays_apart(change):
 @pytest.mark.parametrize("axes", [1, 2])
 def test_a_sum_that_repeats_one_of_its_terms_stays(axes):
     """A term of fewer axes, or with one of size 1, may be as large as the sum in some sizes of a step alone."""
-    program = before("llama", residual)
+    program = before("llama", fuse_residual_add)
     node, product, other = first_sum(program)
     program.constants["axis"] = np.array([1] if axes == 2 else [0, 1])
     mean = Node("ReduceMean-18", (other, "axis"), ("mean",), {"keepdims": int(axes == 2)})
     program = with_nodes(program, node, mean, replace(node, inputs=("mean", product)))
-    assert reasons(program, residual) == [SHAPES]
-    assert apply(program, residual)[1].held == 3
+    assert reasons(program, fuse_residual_add) == [SHAPES]
+    assert apply_rewrite(program, fuse_residual_add)[1].replaced_count == 3
 
 
 def test_a_product_that_is_repeated_over_what_it_is_added_to_stays():
-    program = before("llama", residual)
+    program = before("llama", fuse_residual_add)
     made = program.producers()[first_sum(program)[1]]
     program.constants["axis"] = np.array([1])
     mean = Node("ReduceMean-18", (made.inputs[0], "axis"), ("mean",), {"keepdims": 1})
     program = with_nodes(program, made, mean, replace(made, inputs=("mean", made.inputs[1])))
-    assert reasons(program, residual) == [SHAPES]
-    assert apply(program, residual)[1].held == 3
+    assert reasons(program, fuse_residual_add) == [SHAPES]
+    assert apply_rewrite(program, fuse_residual_add)[1].replaced_count == 3
 
 
 def test_of_two_products_one_takes_the_other():
     """gptj adds the products of attention and MLP before the stream; only the second has a bias, which is a sum
     itself.
     """
-    program = before("gptj", residual)
+    program = before("gptj", fuse_residual_add)
     for turned in (False, True):
         if turned:
             nodes = [replace(n, inputs=n.inputs[::-1]) if n.op.startswith("Add-") else n for n in program.nodes]
             program = replace(program, nodes=nodes)
-        after, record = apply(program, residual)
+        after, record = apply_rewrite(program, fuse_residual_add)
         taken = [node for node in sums(after) if len(node.inputs) > 2]
-        assert record.held == len(taken) == 2
+        assert record.replaced_count == len(taken) == 2
         assert {node.inputs[1] for node in taken} == {f"transformer.h.{i}.attn.out_proj" for i in range(2)}
         same(program, after)
 
 
 def test_both_products_of_a_chain_take_what_is_before_them():
     """x + attention + MLP in place of attention + MLP + x."""
-    program = before("gptj", residual)
-    graph = Graph(program)
+    program = before("gptj", fuse_residual_add)
+    graph = GraphView(program)
     for node in program.nodes:
         if node.op.startswith("Add-") and all(graph.producer(name, "mlx.linear") for name in node.inputs):
             after = graph.only_consumer(node.outputs[0])
@@ -158,21 +158,21 @@ def test_both_products_of_a_chain_take_what_is_before_them():
             x = next(name for name in after.inputs if name not in node.outputs)
             program = with_nodes(program, node, replace(node, inputs=(node.inputs[0], x)))
             program = with_nodes(program, after, replace(after, inputs=(node.outputs[0], node.inputs[1])))
-    found, record = apply(program, residual)
-    assert record.held == 4
+    found, record = apply_rewrite(program, fuse_residual_add)
+    assert record.replaced_count == 4
     assert [len(node.inputs) for node in sums(found)] == [3] * 4
     same(program, found)
 
 
 def test_it_finds_nothing_more_in_what_it_made():
     for name in ("llama", "gptj"):
-        after, _ = apply(before(name, residual), residual)
-        assert apply(after, residual)[1].held == 0
+        after, _ = apply_rewrite(before(name, fuse_residual_add), fuse_residual_add)
+        assert apply_rewrite(after, fuse_residual_add)[1].replaced_count == 0
 
 
 def test_logits_that_something_is_added_to_are_computed_of_every_token():
-    program = before("llama", last)
-    assert apply(program, last)[1].held == 1
+    program = before("llama", gather_last_token_logits)
+    assert apply_rewrite(program, gather_last_token_logits)[1].replaced_count == 1
     head = program.producers()["logits"]
     program = with_nodes(program, head, replace(head, inputs=(*head.inputs, "more")))
-    assert apply(program, last)[1].held == 0
+    assert apply_rewrite(program, gather_last_token_logits)[1].replaced_count == 0

@@ -7,9 +7,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from small import X, model, reference, run
 
-from converters.match import Graph, apply
-from converters.passes.stored import stored
-from converters.read import read
+from mlx_transmuter.converters.graph.graph_view import GraphView, apply_rewrite
+from mlx_transmuter.converters.onnx_reader.reader import read_onnx
+from mlx_transmuter.converters.passes.simplify.fold_weight_transforms import fold_weight_transforms
 
 W = np.arange(6, dtype=np.float16).reshape(6, 1) - 2.5
 
@@ -37,10 +37,10 @@ def test_what_is_done_to_a_weight_is_done_at_conversion(chain, shared):
         last += [helper.make_node("Neg", ["w"], ["z1"]), helper.make_node("Neg", [nodes[0].output[0]], ["z2"])]
     proto = model([*nodes, *last], initializers=[numpy_helper.from_array(W, "w"), *constants],
                   outputs=("y", "z1", "z2") if shared else ("y",))  # fmt: skip
-    program = read(proto)
-    after, record = apply(program, stored)
+    program = read_onnx(proto)
+    after, record = apply_rewrite(program, fold_weight_transforms)
     after.validate()
-    assert record.held == len(nodes)
+    assert record.replaced_count == len(nodes)
     assert [node.op.partition("-")[0] for node in after.nodes] == ["Add", "Neg", "Neg"][: len(last)]
     found, wanted = run(after, x=X), reference(proto, x=X)
     for name, value in wanted.items():
@@ -62,11 +62,11 @@ def test_the_rest_stays(what):
     shape = [helper.make_node("Shape", ["x"], ["shape"])]
     proto = model([*shape, STAY[what], helper.make_node("Identity", ["b"], ["y"])],
                   initializers=[numpy_helper.from_array(W.reshape(2, 3), "w"), axes("five", 5)])  # fmt: skip
-    assert list(stored(Graph(read(proto)))) == []
+    assert list(fold_weight_transforms(GraphView(read_onnx(proto)))) == []
 
 
 def test_integers_that_are_cast_to_floats_stay():
     """As floats they would be four times the file."""
     node = helper.make_node("Cast", ["w"], ["y"], to=TensorProto.FLOAT)
     weight = numpy_helper.from_array(np.arange(6, dtype=np.int8), "w")
-    assert list(stored(Graph(read(model([node], initializers=[weight]))))) == []
+    assert list(fold_weight_transforms(GraphView(read_onnx(model([node], initializers=[weight]))))) == []

@@ -11,11 +11,16 @@ import pytest
 import toy
 from onnx import TensorProto, helper, numpy_helper
 
-from converters.convert import convert
-from converters.errors import ConvertError
-from converters.read import read
-from converters.tensors import Tensor, below, stacked, tensor
-from mlx_transmuter.ops import NAMES
+from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.onnx_reader.reader import read_onnx
+from mlx_transmuter.converters.onnx_reader.tensors import (
+    LazyTensor,
+    concatenate_tensors,
+    stack_tensors,
+    tensor_from_proto,
+)
+from mlx_transmuter.converters.pipeline import convert
+from mlx_transmuter.ops import ELEMENT_TYPE_NAMES
 
 FLOATS = [0.0, 1.5, -2.0, 0.5, 3.0]
 # ONNX type -> the elements; what they are once read, where that is not the same.
@@ -50,7 +55,7 @@ def proto(kind: str, form: str) -> TensorProto:
     return numpy_helper.from_array(array, "t")
 
 
-def elements(found: Tensor) -> list:
+def elements(found: LazyTensor) -> list:
     array = found.read()
     assert array.shape == found.shape
     wide = array if array.dtype.kind in "biuUc" else array.astype(np.float64)
@@ -70,7 +75,7 @@ def named(kind: str) -> str:
     return spelled.replace("float8e", "float8_e").replace("float4e", "float4_e").replace("float6e", "float6_e")
 
 
-KINDS = [TensorProto.DataType.Name(code) for code in NAMES]
+KINDS = [TensorProto.DataType.Name(code) for code in ELEMENT_TYPE_NAMES]
 FORMS = [(kind, form) for kind in KINDS for form in ("raw", "typed", "external") if kind != "STRING" or form == "typed"]
 
 
@@ -83,39 +88,39 @@ def test_every_type_is_read(kind, form, tmp_path):
         )  # at an odd place, with more after it
         toy.place(given, "data", 5, len(given.raw_data))
         given.ClearField("raw_data")
-    found = tensor(given, tmp_path / "model.onnx")
+    found = tensor_from_proto(given, tmp_path / "model.onnx")
     assert found.dtype == named(kind)
     assert elements(found) == wanted(kind)
     if kind not in ("STRING", "COMPLEX64", "COMPLEX128"):
-        assert found.transposed().read().shape == found.shape[::-1]
+        assert found.transpose().read().shape == found.shape[::-1]
 
 
 def test_a_type_that_is_not_known_is_refused():
     for code in (0, 99):
         with pytest.raises(ConvertError, match=f"'t' of type {code}"):
-            tensor(TensorProto(name="t", data_type=code, dims=[1], raw_data=b"1234"), "f")
+            tensor_from_proto(TensorProto(name="t", data_type=code, dims=[1], raw_data=b"1234"), "f")
 
 
 def test_axes_are_reversed_and_the_tensor_remembered():
-    plain = tensor(numpy_helper.from_array(np.arange(6, dtype=np.float32).reshape(2, 3)), "f")
-    turned = plain.transposed()
+    plain = tensor_from_proto(numpy_helper.from_array(np.arange(6, dtype=np.float32).reshape(2, 3)), "f")
+    turned = plain.transpose()
     assert turned.read().tolist() == [[0, 3], [1, 4], [2, 5]]
-    ((part, view),) = turned.holds
+    ((part, view),) = turned.components
     assert part is plain
-    assert view(turned.array()).tolist() == plain.read().tolist()
+    assert view(turned.to_device()).tolist() == plain.read().tolist()
 
 
 def test_tensors_that_are_put_together_are_views_of_the_whole():
-    parts = [tensor(numpy_helper.from_array(np.full((n, 2), n, np.float32)), "f") for n in (1, 3, 2)]
-    whole = below(parts)
+    parts = [tensor_from_proto(numpy_helper.from_array(np.full((n, 2), n, np.float32)), "f") for n in (1, 3, 2)]
+    whole = concatenate_tensors(parts)
     assert (whole.shape, whole.read()[:, 0].tolist()) == ((6, 2), [1, 3, 3, 3, 2, 2])
-    stack = stacked([whole, whole.transposed().transposed()])
+    stack = stack_tensors([whole, whole.transpose().transpose()])
     np.testing.assert_array_equal(stack.read(), np.stack([whole.read()] * 2))
-    wide = below([stack, stack], axis=2)
+    wide = concatenate_tensors([stack, stack], axis=2)
     assert wide.shape == (2, 6, 4)
     for made in (whole, stack, wide):
-        for part, view in made.holds:
-            np.testing.assert_array_equal(np.array(view(made.array())), part.read())
+        for part, view in made.components:
+            np.testing.assert_array_equal(np.array(view(made.to_device())), part.read())
 
 
 @pytest.mark.parametrize(
@@ -128,12 +133,12 @@ def test_typed_data_of_another_size_is_refused(kind, dims, field, count):
     given = TensorProto(name="t", data_type=getattr(TensorProto, kind), dims=dims)
     getattr(given, field).extend([b"x" if kind == "STRING" else 1] * count)
     with pytest.raises(ConvertError, match="'t'"):
-        tensor(given, "f")
+        tensor_from_proto(given, "f")
 
 
 def test_text_that_is_no_utf8_is_read_all_the_same():
     given = TensorProto(name="t", data_type=TensorProto.STRING, dims=[2], string_data=[b"\xff", b"ok"])
-    assert tensor(given, "f").read().tolist() == ["\ufffd", "ok"]
+    assert tensor_from_proto(given, "f").read().tolist() == ["\ufffd", "ok"]
 
 
 STORED = ["FLOAT16", "BFLOAT16", "DOUBLE", "INT8", "UINT8", "INT16", "UINT16", "INT32", "UINT32", "UINT64", "BOOL"]
@@ -214,14 +219,14 @@ def external(tmp_path, **entries):
 
 def refused(folder, match="'model.embed.weight'"):
     with pytest.raises(ConvertError, match=match) as error:
-        read(folder / "model.onnx")
-    assert error.value.file == str(folder / "model.onnx")
+        read_onnx(folder / "model.onnx")
+    assert error.value.where == str(folder / "model.onnx")
 
 
 def test_external_data_as_it_should_be(tmp_path):
     folder = external(tmp_path)
     assert np.array_equal(
-        read(folder / "model.onnx").arrays["model.embed.weight"].read(), toy.weights()["model.embed.weight"]
+        read_onnx(folder / "model.onnx").tensors["model.embed.weight"].read(), toy.weights()["model.embed.weight"]
     )
 
 
@@ -287,7 +292,7 @@ def test_links_are_followed_inside_the_folder_only(tmp_path):
     (folder / "real").mkdir()
     (folder / "data.bin").rename(folder / "real" / "data.bin")
     (folder / "data.bin").symlink_to("real/data.bin")
-    read(folder / "model.onnx")
+    read_onnx(folder / "model.onnx")
     (tmp_path / "secret.bin").write_bytes(data)
     for target in ("../../secret.bin", tmp_path / "secret.bin", "/etc/hostname", "/dev/zero"):
         (folder / "data.bin").unlink()
@@ -346,14 +351,14 @@ def snapshot(tmp_path, repository="hub/models--a--toy", sub=""):
 @pytest.mark.parametrize("sub", ["", "onnx"])
 def test_the_links_of_a_hub_snapshot_are_followed(tmp_path, sub):
     _, place = snapshot(tmp_path, sub=sub)
-    assert read(place / "model.onnx").arrays["model.embed.weight"].read().shape == (toy.VOCAB, toy.DIM)
+    assert read_onnx(place / "model.onnx").tensors["model.embed.weight"].read().shape == (toy.VOCAB, toy.DIM)
     # ... also where the snapshot is reached by a link of the user's own, or by a relative path.
     (tmp_path / "mine").symlink_to(place)
-    read(tmp_path / "mine" / "model.onnx")
+    read_onnx(tmp_path / "mine" / "model.onnx")
     here = os.getcwd()
     os.chdir(place)
     try:
-        read(type(place)("model.onnx"))
+        read_onnx(type(place)("model.onnx"))
     finally:
         os.chdir(here)
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from test_passes import before
 
-from converters.match import apply
-from converters.passes.together import together
+from mlx_transmuter.converters.graph.graph_view import apply_rewrite
+from mlx_transmuter.converters.passes.attention.fuse_qkv_heads import fuse_qkv_heads
 from mlx_transmuter.program import Node
 
 
 def test_queries_keys_and_values_are_parted_once_and_queries_and_keys_rotated_once():
-    program = before("llama", together)
-    after, record = apply(program, together)
-    assert record.held == 14  # a split, three partings, two rotations and an attention in each of two layers
+    program = before("llama", fuse_qkv_heads)
+    after, record = apply_rewrite(program, fuse_qkv_heads)
+    assert record.replaced_count == 14  # a split, three partings, two rotations and an attention in each of two layers
     kinds = [node.op for node in after.nodes]
     assert (kinds.count("mlx.split_heads"), kinds.count("mlx.rotary"), kinds.count("Split-13")) == (2, 2, 4)
     assert [node.attrs["heads"] for node in after.nodes if node.op == "mlx.rotary"] == [6, 6]
@@ -26,7 +26,7 @@ def test_queries_keys_and_values_are_parted_once_and_queries_and_keys_rotated_on
 
 @pytest.mark.parametrize("change", ["values read", "keys read", "apart", "fewer values"])
 def test_keys_and_values_that_are_not_kept_at_once_are_parted(change):
-    program = before("llama", together)
+    program = before("llama", fuse_qkv_heads)
     node = next(node for node in program.nodes if node.op == "mlx.attention")
     at = program.nodes.index(node)
     if change == "apart":  # the program then isn't one that runs, but this rewrite looks at nothing else
@@ -39,7 +39,7 @@ def test_keys_and_values_that_are_not_kept_at_once_are_parted(change):
         program.constants[product.inputs[1]] = np.array([*sizes[:2], sizes[2] // 2])
     else:
         program.nodes.insert(at, Node("Abs-6", (node.inputs[2 if change == "values read" else 1],), ("too",)))
-    after, _ = apply(program, together)
+    after, _ = apply_rewrite(program, fuse_qkv_heads)
     first, second = [node for node in after.nodes if node.op == "mlx.attention"]
     assert first.inputs[1:3] == node.inputs[1:3]
     assert second.inputs[2] == ""
@@ -47,7 +47,7 @@ def test_keys_and_values_that_are_not_kept_at_once_are_parted(change):
 
 @pytest.mark.parametrize("change", ["other angles", "other sizes", "read before"])
 def test_heads_that_are_not_alike_are_parted_and_rotated_apart(change):
-    program = before("llama", together)
+    program = before("llama", fuse_qkv_heads)
     first, second = [node for node in program.nodes if node.op == "mlx.rotary"][:2]
     split = next(node for node in program.nodes if node.op == "mlx.split_heads")
     at = program.nodes.index
@@ -60,5 +60,5 @@ def test_heads_that_are_not_alike_are_parted_and_rotated_apart(change):
     else:
         program.nodes.insert(at(first) + 1, Node("Abs-6", first.outputs, ("early",)))
         wanted = (3, 2)
-    kinds = [node.op for node in apply(program, together)[0].nodes]
+    kinds = [node.op for node in apply_rewrite(program, fuse_qkv_heads)[0].nodes]
     assert (kinds.count("mlx.rotary"), kinds.count("mlx.split_heads")) == wanted

@@ -8,34 +8,34 @@ import numpy as np
 import pytest
 from conftest import FIXTURES
 
-from converters.names import name_weights
-from converters.passes import IN_GRAPH, rewrite
-from converters.passes.hit import every_expert
-from converters.read import read
-from converters.trials import _plain_module
-from mlx_transmuter.module import Module
-from mlx_transmuter.signature import outputs
+from mlx_transmuter.converters.onnx_reader.reader import read_onnx
+from mlx_transmuter.converters.onnx_reader.weight_names import name_weights
+from mlx_transmuter.converters.passes import GRAPH_REWRITES, apply_rewrites
+from mlx_transmuter.converters.passes.moe.traced_experts import restore_traced_experts
+from mlx_transmuter.converters.proof.trials import _unrewritten_module
+from mlx_transmuter.program.signature import outputs
+from mlx_transmuter.runtime.module import ProgramModule
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt_oss", "mixtral", "granitemoe_dynamo"])
 def test_no_weight_is_in_memory_twice(name):
     """Joined, stacked, turned: of what a layer holds the graph has a view, which is what the file says."""
     path = FIXTURES / name / "model.onnx"
-    graph = read(path)
-    graph = name_weights(graph.select(outputs(value.name for value in graph.outputs)))
-    wanted = {key: tensor.read() for key, tensor in graph.arrays.items()}
-    graph = every_expert(graph, path)
+    graph = read_onnx(path)
+    graph = name_weights(graph.select_outputs(outputs(value.name for value in graph.outputs)))
+    wanted = {key: tensor.read() for key, tensor in graph.tensors.items()}
+    graph = restore_traced_experts(graph, path)
     read_again = []
 
     def counted(key, tensor):
         return replace(tensor, read=lambda: read_again.append(key) or tensor.read())
 
-    graph = replace(graph, arrays={key: counted(key, tensor) for key, tensor in graph.arrays.items()})
-    program, _ = rewrite(graph, IN_GRAPH)
-    module = Module(program, {key: tensor.array() for key, tensor in program.arrays.items()})
+    graph = replace(graph, tensors={key: counted(key, tensor) for key, tensor in graph.tensors.items()})
+    program, _ = apply_rewrites(graph, GRAPH_REWRITES)
+    module = ProgramModule(program, {key: tensor.to_device() for key, tensor in program.tensors.items()})
     del read_again[:]
-    plain = _plain_module(graph, program, module).weights()
-    matrices = {key for key, tensor in graph.arrays.items() if len(tensor.shape) > 1}
+    plain = _unrewritten_module(graph, program, module).weights()
+    matrices = {key for key, tensor in graph.tensors.items() if len(tensor.shape) > 1}
     assert matrices
     assert not matrices & set(read_again)
     for key in matrices:

@@ -204,10 +204,10 @@ def steps(model: ModelProto, parts: list[list[int]]) -> list[np.ndarray]:
 def found(folder: Path, ids: list[int]) -> np.ndarray:
     """The converted folder's logits [vocab] after ids, one token a step."""
     from mlx_transmuter import ops
-    from mlx_transmuter.decoder import Decoder
     from mlx_transmuter.model import load_folder
+    from mlx_transmuter.runtime.decoder import Decoder
 
-    run = Decoder(load_folder(folder).decoder, 1).begin([len(ids)])
+    run = Decoder(load_folder(folder).decoder, 1).begin_session([len(ids)])
     for token in ids:
         logits = run.step(np.array([[token]], np.int32), [1])
         run.evaluate(logits)

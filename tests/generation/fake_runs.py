@@ -13,7 +13,7 @@ from mlx_transmuter import generation
 VOCAB = 16
 
 # Settings of the processors to draw from: those that a decoder of one token at a time and one that guesses share.
-PROCESSING = {
+PROCESSOR_SETTINGS = {
     "repetition_penalty": st.sampled_from([0.5, 1.3]),
     "no_repeat_ngram_size": st.integers(1, 3),
     "encoder_no_repeat_ngram_size": st.integers(1, 3),
@@ -28,12 +28,12 @@ PROCESSING = {
 }
 
 
-def model(generation_config: dict | None = None, **config: Any) -> Any:
+def fake_model(generation_config: dict | None = None, **config: Any) -> Any:
     """What a context reads of a model."""
     return SimpleNamespace(generation_config=generation_config or {}, config=config, decoder=None)
 
 
-def compiled(
+def compile_fake(
     batch: int,
     *,
     fake: dict | None = None,
@@ -44,20 +44,20 @@ def compiled(
 ):
     """A context compiled over a new FakeDecoder; fake and assistant: options of the decoder, and of one that guesses."""
     if assistant is not None:
-        options["assistant_model"] = model()
-    ctx = generation.context(model(generation_config, **(config or {})), **options)
+        options["assistant_model"] = fake_model()
+    ctx = generation.context(fake_model(generation_config, **(config or {})), **options)
     decoder, other = (
-        None if given is None else FakeDecoder(batch * ctx.settings.width, **{"vocab": VOCAB, **given})
+        None if given is None else FakeDecoder(batch * ctx.settings.rows_per_prompt, **{"vocab": VOCAB, **given})
         for given in (fake or {}, assistant)
     )
-    return generation.compile(ctx, batch, decoder=decoder, assistant=other)
+    return generation.compile(ctx, batch, decoder=decoder, assistant_decoder=other)
 
 
-def results(
+def run_to_end(
     gen: Any, prompts: list[list[int]], seeds: list[int] | None = None, inputs: dict | None = None, **more: Any
 ):
     """The steps and the results of a run to its end."""
-    steps = generation.run(gen, prompts, seeds or [0] * len(prompts), inputs, **more)
+    steps = generation.generate_steps(gen, prompts, seeds or [0] * len(prompts), inputs, **more)
     found = []
     while True:
         try:
@@ -66,7 +66,9 @@ def results(
             return found, end.value
 
 
-def texts(batch: int, prompts: list[list[int]], seeds: list[int] | None = None, **options: Any) -> list[list[int]]:
+def generated_ids(
+    batch: int, prompts: list[list[int]], seeds: list[int] | None = None, **options: Any
+) -> list[list[int]]:
     """The ids of each text."""
-    _, found = results(compiled(batch, **options), prompts, seeds)
+    _, found = run_to_end(compile_fake(batch, **options), prompts, seeds)
     return [[token.id for token in result.tokens] for result in found]

@@ -17,7 +17,7 @@ Scores = np.ndarray
 LOWEST, HIGHEST = np.finfo(np.float32).min, np.finfo(np.float32).max
 
 
-def ids(value: Any) -> list[int]:
+def id_list(value: Any) -> list[int]:
     return [] if value is None else [value] if isinstance(value, int) else list(value)
 
 
@@ -30,7 +30,7 @@ def log_softmax(scores: Scores) -> Scores:
     return below - np.log(np.exp(below).sum())
 
 
-def processed(
+def process_scores(
     scores: Scores,
     prompt: Sequence[int],
     new: Sequence[int],
@@ -39,15 +39,15 @@ def processed(
     **s: Any,
 ) -> Scores:
     """scores float32 [vocab] after every processor of settings s, max_new_tokens among them, for one row."""
-    tokens, eos = [*prompt, *new], ids(s.get("eos_token_id"))
+    tokens, eos = [*prompt, *new], id_list(s.get("eos_token_id"))
     source = prompt if source is None else source
     scores = scores.astype(np.float32).copy()
     for word, bias in s.get("sequence_bias") or []:
         if completes(tokens, word):
             scores[word[-1]] += np.float32(bias)
     if (penalty := s.get("encoder_repetition_penalty", 1.0)) != 1.0 and first_row:
-        penalise(scores, source, 1 / penalty)
-    penalise(scores, tokens, s.get("repetition_penalty", 1.0))
+        penalize(scores, source, 1 / penalty)
+    penalize(scores, tokens, s.get("repetition_penalty", 1.0))
     if size := s.get("no_repeat_ngram_size", 0):
         remove(scores, [gram[-1] for gram in ngrams(tokens, size) if ends_with(tokens, gram[:-1])])
     if size := s.get("encoder_no_repeat_ngram_size", 0):
@@ -63,7 +63,7 @@ def processed(
     if s.get("forced_bos_token_id") is not None and len(tokens) == 1:
         force(scores, [s["forced_bos_token_id"]])
     if s.get("forced_eos_token_id") is not None and len(tokens) == len(prompt) + s["max_new_tokens"] - 1:
-        force(scores, ids(s["forced_eos_token_id"]))
+        force(scores, id_list(s["forced_eos_token_id"]))
     if s.get("remove_invalid_values"):
         scores[:] = np.nan_to_num(scores, nan=0.0, posinf=HIGHEST, neginf=LOWEST)
     if decay := s.get("exponential_decay_length_penalty"):
@@ -77,29 +77,29 @@ def processed(
     for process in s.get("processors") or []:
         scores = process(scores, prompt, new)
     if s.get("do_sample"):
-        scores = warped(scores, 1 if s.get("num_beams", 1) == 1 else max(2, len(eos) + 1), **s)
+        scores = warp_scores(scores, 1 if s.get("num_beams", 1) == 1 else max(2, len(eos) + 1), **s)
     if s.get("renormalize_logits"):
         scores = log_softmax(scores).astype(np.float32)
     return scores
 
 
-def warped(scores: Scores, keep: int = 1, **s: Any) -> Scores:
+def warp_scores(scores: Scores, min_tokens_to_keep: int = 1, **s: Any) -> Scores:
     """scores after the settings of sampling."""
     scores = scores / np.float32(s.get("temperature", 1.0))
     if k := s.get("top_k", 50):
-        kth = np.sort(scores)[::-1][min(max(k, keep), len(scores)) - 1]
+        kth = np.sort(scores)[::-1][min(max(k, min_tokens_to_keep), len(scores)) - 1]
         scores = np.where(scores < kth, -np.inf, scores)
     if (p := s.get("top_p", 1.0)) < 1:
         mass, removed = 0.0, []
-        for token in np.argsort(scores, kind="stable")[: len(scores) - keep]:
+        for token in np.argsort(scores, kind="stable")[: len(scores) - min_tokens_to_keep]:
             mass += softmax(scores)[token]
             if mass <= 1 - p:
                 removed.append(token)
-        scores = without(scores, removed)
+        scores = copy_without(scores, removed)
     if (p := s.get("min_p")) is not None:
         masses = softmax(scores)
-        spared = np.argsort(-scores, kind="stable")[:keep]
-        scores = without(scores, [t for t in np.flatnonzero(masses < p * masses.max()) if t not in spared])
+        spared = np.argsort(-scores, kind="stable")[:min_tokens_to_keep]
+        scores = copy_without(scores, [t for t in np.flatnonzero(masses < p * masses.max()) if t not in spared])
     if (p := s.get("typical_p", 1.0)) < 1:
         logs = log_softmax(scores)
         masses = np.exp(logs)
@@ -107,14 +107,14 @@ def warped(scores: Scores, keep: int = 1, **s: Any) -> Scores:
         far = np.abs(-logs - entropy)
         order = np.argsort(far, kind="stable")
         last = min(int((np.cumsum(masses[order]) < p).sum()), len(scores) - 1)
-        scores = without(scores, [t for t in order[keep:] if far[t] > far[order[last]]])
+        scores = copy_without(scores, [t for t in order[min_tokens_to_keep:] if far[t] > far[order[last]]])
     for name in ("epsilon_cutoff", "eta_cutoff"):
         if epsilon := s.get(name, 0.0):
             masses = softmax(scores)
             if name == "eta_cutoff":
                 entropy = -sum(mass * math.log(mass) for mass in masses if mass > 0)
                 epsilon = min(epsilon, math.sqrt(epsilon) * math.exp(-entropy))
-            kth = np.sort(scores)[::-1][keep - 1]
+            kth = np.sort(scores)[::-1][min_tokens_to_keep - 1]
             scores = np.where((masses < epsilon) & (scores < kth), -np.inf, scores)
     return scores.astype(np.float32)
 
@@ -124,16 +124,16 @@ def greedy(model: Callable[[Sequence[int]], Scores], prompt: list[int], **s: Any
     new: list[int] = []
     logprobs: list[float] = []
     while len(new) < s["max_new_tokens"]:
-        scores = processed(model([*prompt, *new]), prompt, new, **s)
+        scores = process_scores(model([*prompt, *new]), prompt, new, **s)
         token = int(np.argmax(scores))
-        if token in ids(s.get("eos_token_id")):
+        if token in id_list(s.get("eos_token_id")):
             return new, logprobs, "stop"
         new.append(token)
         logprobs.append(float(log_softmax(scores)[token]))
     return new, logprobs, "length"
 
 
-def every_text(
+def score_all_sequences(
     model: Callable[[Sequence[int]], Scores], prompt: list[int], vocab: int, **s: Any
 ) -> list[tuple[float, tuple[int, ...]]]:
     """(score, tokens with their eos) of every text that there can be, the best first: what beams as wide as that must
@@ -141,20 +141,20 @@ def every_text(
     found = []
     for length in range(1, s["max_new_tokens"] + 1):
         for text in itertools.product(range(vocab), repeat=length):
-            ends = text[-1] in ids(s.get("eos_token_id"))
-            if any(token in ids(s.get("eos_token_id")) for token in text[:-1]) or not (
+            ends = text[-1] in id_list(s.get("eos_token_id"))
+            if any(token in id_list(s.get("eos_token_id")) for token in text[:-1]) or not (
                 ends or length == s["max_new_tokens"]
             ):
                 continue
             total = sum(
-                float(processed(log_softmax(model([*prompt, *text[:at]])), prompt, text[:at], at == 0, **s)[token])
+                float(process_scores(log_softmax(model([*prompt, *text[:at]])), prompt, text[:at], at == 0, **s)[token])
                 for at, token in enumerate(text)
             )
             found.append((total / length ** s.get("length_penalty", 1.0), text))
     return sorted(found, reverse=True)
 
 
-def penalise(scores: Scores, tokens: Sequence[int], penalty: float) -> None:
+def penalize(scores: Scores, tokens: Sequence[int], penalty: float) -> None:
     for token in set(tokens):
         scores[token] = (
             scores[token] * np.float32(penalty) if scores[token] < 0 else scores[token] / np.float32(penalty)
@@ -172,7 +172,7 @@ def force(scores: Scores, tokens: Sequence[int]) -> None:
     scores[list(tokens)] = 0
 
 
-def without(scores: Scores, tokens: Sequence[int]) -> Scores:
+def copy_without(scores: Scores, tokens: Sequence[int]) -> Scores:
     scores = scores.copy()
     remove(scores, tokens)
     return scores

@@ -7,13 +7,13 @@ import random
 import numpy as np
 import pytest
 from fake_decoder import logits_after
-from fake_runs import VOCAB, compiled, results
-from plain_loops import greedy, processed
+from fake_runs import VOCAB, compile_fake, run_to_end
+from plain_loops import greedy, process_scores
 
 pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-VALUES = {
+SETTING_VALUES = {
     "repetition_penalty": [1.3, 0.7, 5.0],
     "no_repeat_ngram_size": [1, 2, 3],
     "bad_words_ids": [[[3], [4]], [[5, 6], [7], [1], [1, 2, 3], [8, 8]]],
@@ -31,7 +31,7 @@ VALUES = {
     "remove_invalid_values": [True],
 }
 # With these, scores are infinite or all removed, and transformers takes a token of a NaN or of a tie.
-REMOVING = {
+REMOVING_SETTINGS = {
     "min_length",
     "min_new_tokens",
     "suppress_tokens",
@@ -39,7 +39,7 @@ REMOVING = {
     "bad_words_ids",
     "remove_invalid_values",
 }
-SAMPLERS = {
+SAMPLING_VALUES = {
     "temperature": [0.5, 1.7],
     "top_k": [1, 3, 8],
     "top_p": [0.0, 0.3, 0.9],
@@ -59,11 +59,13 @@ def torch_model():
     return TorchFake(VOCAB)
 
 
-def drawn(rng: random.Random, beams: bool) -> dict | None:
+def draw_settings(rng: random.Random, beams: bool) -> dict | None:
     """Settings drawn together; None for a draw that leaves the choice to chance."""
-    options = {name: rng.choice(VALUES[name]) for name in rng.sample(sorted(VALUES), rng.choice([1, 2, 3, 4]))}
+    options = {
+        name: rng.choice(SETTING_VALUES[name]) for name in rng.sample(sorted(SETTING_VALUES), rng.choice([1, 2, 3, 4]))
+    }
     options |= {"max_new_tokens": rng.choice([2, 5, 9]), "eos_token_id": rng.choice([1, [1, 2], [0, 1, 2, 3, 9]])}
-    if "exponential_decay_length_penalty" in options and REMOVING & options.keys():
+    if "exponential_decay_length_penalty" in options and REMOVING_SETTINGS & options.keys():
         return None
     if {"no_repeat_ngram_size", "encoder_no_repeat_ngram_size"} <= options.keys():
         return None
@@ -78,10 +80,12 @@ def drawn(rng: random.Random, beams: bool) -> dict | None:
 @pytest.mark.parametrize("seed", range(16))
 def test_texts_scores_and_log_probabilities_are_those_of_transformers(torch_model, seed, beams):
     rng = random.Random(f"{seed} {beams}")
-    options = next(filter(None, iter(lambda: drawn(rng, beams), "never")))
+    options = next(filter(None, iter(lambda: draw_settings(rng, beams), "never")))
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 3, 7, 12]))] for _ in range(3)]
-    gen = compiled(3, fake={"by_length": seed % 2 == 1, "runs_ahead": seed % 3 == 1}, token_logprobs=True, **options)
-    for prompt, result in zip(prompts, results(gen, prompts)[1], strict=True):
+    gen = compile_fake(
+        3, fake={"by_length": seed % 2 == 1, "runs_ahead": seed % 3 == 1}, token_logprobs=True, **options
+    )
+    for prompt, result in zip(prompts, run_to_end(gen, prompts)[1], strict=True):
         ((tokens, logprobs, score),) = torch_model.texts(prompt, **options)
         assert [token.id for token in result.tokens] == tokens, (prompt, options)
         np.testing.assert_allclose([token.logprob for token in result.tokens], logprobs, atol=1e-4)
@@ -93,12 +97,12 @@ def test_texts_scores_and_log_probabilities_are_those_of_transformers(torch_mode
             np.testing.assert_allclose(plain[1], logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", SETTING_VALUES)
 def test_each_setting_alone_is_that_of_transformers(torch_model, name):
-    for value in VALUES[name]:
+    for value in SETTING_VALUES[name]:
         options = {name: value, "max_new_tokens": 8, "eos_token_id": [1, 2]}
         prompts = [[3], [4, 5, 3, 4, 5, 6], [9, 9]]
-        found = results(compiled(3, **options), prompts)[1]
+        found = run_to_end(compile_fake(3, **options), prompts)[1]
         expected = [torch_model.texts(prompt, **options)[0][0] for prompt in prompts]
         assert [[token.id for token in result.tokens] for result in found] == expected
 
@@ -110,7 +114,9 @@ def test_the_scores_that_sampling_draws_from_are_those_of_transformers(torch_mod
 
     rng = random.Random(f"{seed} {beams}")
     options = {"do_sample": True, "top_k": 0, "num_beams": beams, "eos_token_id": [1, 2], "max_new_tokens": 1}
-    options |= {name: rng.choice(SAMPLERS[name]) for name in rng.sample(sorted(SAMPLERS), rng.choice([1, 2, 4]))}
+    options |= {
+        name: rng.choice(SAMPLING_VALUES[name]) for name in rng.sample(sorted(SAMPLING_VALUES), rng.choice([1, 2, 4]))
+    }
     torch.manual_seed(0)
     prompt = [rng.randrange(VOCAB) for _ in range(3)]
     out = torch_model.generate(
@@ -125,14 +131,14 @@ def test_the_scores_that_sampling_draws_from_are_those_of_transformers(torch_mod
     if beams > 1:
         logits = np.log(np.exp(logits) / np.exp(logits).sum())
     expected = out.scores[0][0].numpy()
-    np.testing.assert_allclose(processed(logits, prompt, [], **options), expected, atol=1e-4)
+    np.testing.assert_allclose(process_scores(logits, prompt, [], **options), expected, atol=1e-4)
 
 
 def test_a_greedy_text_that_a_nan_ends_is_that_of_transformers(torch_model):
     """min_length removes the eos and the decay adds infinity to it: transformers takes the NaN, and so do we."""
     options = {"max_new_tokens": 9, "eos_token_id": 1, "min_length": 20, "exponential_decay_length_penalty": (2, 1.5)}
     expected = torch_model.texts([3, 4], **options)[0][0]
-    assert [token.id for token in results(compiled(1, **options), [[3, 4]])[1][0].tokens] == expected
+    assert [token.id for token in run_to_end(compile_fake(1, **options), [[3, 4]])[1][0].tokens] == expected
     assert len(expected) == 3
 
 
@@ -144,7 +150,7 @@ def test_several_texts_of_beams_are_those_of_transformers(torch_model):
         "eos_token_id": [1, 2],
         "length_penalty": 0.5,
     }
-    found = results(compiled(1, **options), [[3, 4, 5]])[1]
+    found = run_to_end(compile_fake(1, **options), [[3, 4, 5]])[1]
     expected = torch_model.texts([3, 4, 5], **options)
     assert [[token.id for token in result.tokens] for result in found] == [tokens for tokens, _, _ in expected]
     np.testing.assert_allclose([result.score for result in found], [score for _, _, score in expected], atol=1e-4)

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_runs import VOCAB, compiled, model, results
+from fake_runs import VOCAB, compile_fake, fake_model, run_to_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_speculate import EOS, OPTIONS, PROMPTS, SAMPLING, same
+from test_speculate import EOS_TOKEN_IDS, OPTIONS, PROMPTS, SAMPLING, assert_same_texts
 
 from mlx_transmuter import generation
 from mlx_transmuter.generation import GenerationError
 
 # The model itself, another one, one that forgets, and one of few positions.
-ASSISTANTS = [{}, {"salt": 1}, {"memory": 2}, {"max_positions": 9}]
+ASSISTANT_FAKES = [{}, {"salt": 1}, {"memory": 2}, {"max_positions": 9}]
 
 
 @settings(max_examples=80)
@@ -24,27 +24,33 @@ ASSISTANTS = [{}, {"salt": 1}, {"memory": 2}, {"max_positions": 9}]
     prompts=PROMPTS,
     options=st.fixed_dictionaries({}, optional=OPTIONS),
     sampling=st.none() | st.fixed_dictionaries({"do_sample": st.just(True)}, optional=SAMPLING),
-    assistant=st.sampled_from(ASSISTANTS),
+    assistant=st.sampled_from(ASSISTANT_FAKES),
     most=st.sampled_from([1, 3, 6]),
     sure=st.sampled_from([0.0, 0.3, 0.9]),
     positions=st.sampled_from([None, None, 12]),
 )
 def test_texts_are_those_of_plain_decoding(prompts, options, sampling, assistant, most, sure, positions):
-    options = {**options, **(sampling or {}), "max_new_tokens": 11, "eos_token_id": EOS, "token_logprobs": True}
+    options = {
+        **options,
+        **(sampling or {}),
+        "max_new_tokens": 11,
+        "eos_token_id": EOS_TOKEN_IDS,
+        "token_logprobs": True,
+    }
     fake, seeds = {"max_positions": positions}, list(range(len(prompts)))
-    _, plain = results(compiled(len(prompts), fake=fake, **options), prompts, seeds)
+    _, plain = run_to_end(compile_fake(len(prompts), fake=fake, **options), prompts, seeds)
     guessing = {"num_assistant_tokens": most, "assistant_confidence_threshold": sure}
-    gen = compiled(len(prompts), fake=fake, assistant=assistant, **guessing, **options)
-    _, found = results(gen, prompts, seeds)
-    same(found, plain)
-    assert all(run.closed for run in gen.assistant.decoder.runs)
+    gen = compile_fake(len(prompts), fake=fake, assistant=assistant, **guessing, **options)
+    _, found = run_to_end(gen, prompts, seeds)
+    assert_same_texts(found, plain)
+    assert all(run.closed for run in gen.assistant.decoder.sessions)
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"do_sample": True, "num_return_sequences": 2}])
 @pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}])
 def test_a_model_that_guesses_for_itself_is_always_right(options, more):
     """Under sampling too, for it draws with the model's own keys."""
-    gen = compiled(
+    gen = compile_fake(
         2,
         assistant={},
         num_assistant_tokens=4,
@@ -53,52 +59,52 @@ def test_a_model_that_guesses_for_itself_is_always_right(options, more):
         **options,
         **more,
     )
-    _, found = results(gen, [[3, 4, 5], [6]], [1, 2])
+    _, found = run_to_end(gen, [[3, 4, 5], [6]], [1, 2])
     for result in found:
         assert len(result.tokens) == 21
-        assert result.guesses == (4, 16, 16)
-    (own,), (other,) = gen.decoder.runs, gen.assistant.decoder.runs
-    assert own.drafts == [5] * 4
+        assert result.draft_counts == (4, 16, 16)
+    (own,), (other,) = gen.decoder.sessions, gen.assistant.decoder.sessions
+    assert own.draft_sizes == [5] * 4
     # The prompt and its first token, then in each pass what it lacks (the last guess and the token after it); and three
     # of four guesses.
     assert [seq for seq, _ in other.steps] == [4, 1, 1, 1] + [2, 1, 1, 1] * 3
 
 
 def test_what_was_wrong_is_dropped_and_not_read_again():
-    gen = compiled(
+    gen = compile_fake(
         1, assistant={"salt": 1}, num_assistant_tokens=3, assistant_confidence_threshold=0, max_new_tokens=12
     )
-    _, (result,) = results(gen, [[3, 4, 5, 6, 7]])
-    (run,) = gen.assistant.decoder.runs
-    assert result.guesses.kept < 3
-    kept = result.guesses.kept
+    _, (result,) = run_to_end(gen, [[3, 4, 5, 6, 7]])
+    (run,) = gen.assistant.decoder.sessions
+    assert result.draft_counts.accepted < 3
+    kept = result.draft_counts.accepted
     read = sum(count for _, (count,) in run.steps)
     # Each pass reads one token of the text, and its guesses but the last.
-    assert read <= 5 + result.guesses.passes + kept + 2 * result.guesses.passes
+    assert read <= 5 + result.draft_counts.passes + kept + 2 * result.draft_counts.passes
 
 
 def test_an_assistant_that_is_not_sure_guesses_nothing():
-    gen = compiled(1, assistant={}, num_assistant_tokens=3, assistant_confidence_threshold=1.0, max_new_tokens=6)
-    _, (result,) = results(gen, [[3, 4]])
-    assert (len(result.tokens), result.guesses) == (6, (5, 0, 0))
-    assert gen.decoder.runs[0].drafts == [1] * 5
+    gen = compile_fake(1, assistant={}, num_assistant_tokens=3, assistant_confidence_threshold=1.0, max_new_tokens=6)
+    _, (result,) = run_to_end(gen, [[3, 4]])
+    assert (len(result.tokens), result.draft_counts) == (6, (5, 0, 0))
+    assert gen.decoder.sessions[0].draft_sizes == [1] * 5
 
 
 def test_an_assistant_of_few_positions_guesses_as_far_as_they_go():
-    gen = compiled(
+    gen = compile_fake(
         1, assistant={"max_positions": 8}, num_assistant_tokens=4, assistant_confidence_threshold=0, max_new_tokens=20
     )
-    _, (result,) = results(gen, [[3, 4]])
+    _, (result,) = run_to_end(gen, [[3, 4]])
     assert len(result.tokens) == 20
-    assert len(gen.assistant.decoder.runs[0].tokens[0]) <= 8
-    assert result.guesses.kept > 0
-    assert results(gen, [[3] * 12])[1][0].guesses.proposed == 0
+    assert len(gen.assistant.decoder.sessions[0].tokens[0]) <= 8
+    assert result.draft_counts.accepted > 0
+    assert run_to_end(gen, [[3] * 12])[1][0].draft_counts.proposed == 0
 
 
 def test_cancelling_while_the_assistant_reads_the_prompt():
     cancel = threading.Event()
-    gen = compiled(1, assistant={}, max_new_tokens=9)
-    begin = gen.assistant.decoder.begin
+    gen = compile_fake(1, assistant={}, max_new_tokens=9)
+    begin = gen.assistant.decoder.begin_session
 
     def begun(*args, **more):
         run = begin(*args, **more)
@@ -106,18 +112,18 @@ def test_cancelling_while_the_assistant_reads_the_prompt():
         run.step = lambda *args: (cancel.set(), step(*args))[1]
         return run
 
-    gen.assistant.decoder.begin = begun
-    _, (result,) = results(gen, [[3, 4, 5]], cancel=cancel)
+    gen.assistant.decoder.begin_session = begun
+    _, (result,) = run_to_end(gen, [[3, 4, 5]], cancel_event=cancel)
     assert result.finish_reason == "cancelled"
-    assert all(run.closed for run in (*gen.decoder.runs, *gen.assistant.decoder.runs))
+    assert all(run.closed for run in (*gen.decoder.sessions, *gen.assistant.decoder.sessions))
 
 
 def test_an_error_on_the_way_gives_both_runs_back():
-    gen = compiled(1, assistant={}, max_new_tokens=9)
-    steps = generation.run(gen, [[3]], [0])
+    gen = compile_fake(1, assistant={}, max_new_tokens=9)
+    steps = generation.generate_steps(gen, [[3]], [0])
     next(steps), next(steps)
     steps.close()
-    assert all(run.closed for run in (*gen.decoder.runs, *gen.assistant.decoder.runs))
+    assert all(run.closed for run in (*gen.decoder.sessions, *gen.assistant.decoder.sessions))
 
 
 def test_processors_of_a_task_see_only_texts():
@@ -128,8 +134,8 @@ def test_processors_of_a_task_see_only_texts():
         seen.append((row["prompt"], row["generated"]))
         return np.zeros(1)
 
-    gen = compiled(1, assistant={}, num_assistant_tokens=2, max_new_tokens=7, processors=[(state, lambda x, _: x)])
-    _, (result,) = results(gen, [[3, 4]])
+    gen = compile_fake(1, assistant={}, num_assistant_tokens=2, max_new_tokens=7, processors=[(state, lambda x, _: x)])
+    _, (result,) = run_to_end(gen, [[3, 4]])
     texts = [token.id for token in result.tokens]
     assert all(prompt == [3, 4] for prompt, _ in seen)
     assert all(generated[::-1] == texts[: len(generated)] for _, generated in seen)
@@ -137,18 +143,18 @@ def test_processors_of_a_task_see_only_texts():
 
 def test_what_cannot_guess_or_be_guessed_for_says_so():
     with pytest.raises(GenerationError, match="num_beams"):
-        compiled(1, assistant={}, num_beams=2)
+        compile_fake(1, assistant={}, num_beams=2)
     with pytest.raises(GenerationError, match="prompt_lookup_num_tokens"):
-        compiled(1, assistant={}, prompt_lookup_num_tokens=2)
+        compile_fake(1, assistant={}, prompt_lookup_num_tokens=2)
     with pytest.raises(GenerationError, match=f"logits of 9 tokens; expected the model's {VOCAB}"):
-        compiled(1, assistant={"vocab": 9})
+        compile_fake(1, assistant={"vocab": 9})
     for one, other in (((), ("drafts",)), (("drafts",), ())):
         with pytest.raises(GenerationError, match="assistant_model"):
-            compiled(1, fake={"supports": one}, assistant={"supports": other})
+            compile_fake(1, fake={"supports": one}, assistant={"supports": other})
 
 
 def test_another_tokenizer_is_an_error():
-    own, other, alike = (model() for _ in range(3))
+    own, other, alike = (fake_model() for _ in range(3))
     own.tokenizer = SimpleNamespace(vocabulary={"a": 0, "b": 1, "c": 2})
     other.tokenizer = SimpleNamespace(vocabulary={"a": 0, "b": 2, "c": 1})
     alike.tokenizer = SimpleNamespace(vocabulary={"c": 2, "b": 1, "a": 0})

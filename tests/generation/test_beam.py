@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fake_decoder import logits_after
-from fake_runs import VOCAB, compiled, results
+from fake_runs import VOCAB, compile_fake, run_to_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_loops import every_text
+from plain_loops import score_all_sequences
 
-from mlx_transmuter.generation.beam import Beams
-from mlx_transmuter.generation.settings import settings as checked
+from mlx_transmuter.generation.beam_hypotheses import BeamHypotheses
+from mlx_transmuter.generation.settings import resolve_settings as checked
 
 
-def plain(found) -> list[tuple[list[int], str, float]]:
+def as_tuples(found) -> list[tuple[list[int], str, float]]:
     return [([token.id for token in result.tokens], result.finish_reason, result.score) for result in found]
 
 
@@ -29,9 +29,9 @@ def plain(found) -> list[tuple[list[int], str, float]]:
 )
 def test_beams_as_wide_as_the_tree_find_the_best_of_all_texts(prompt, salt, penalty, extra):
     options = {"max_new_tokens": 3, "eos_token_id": 2, "length_penalty": penalty, **extra}
-    best = every_text(lambda tokens: logits_after(tokens, 3, salt), prompt, 3, **options)
-    gen = compiled(1, fake={"vocab": 3, "salt": salt}, num_beams=9, early_stopping="never", **options)
-    (found,) = plain(results(gen, [prompt])[1])
+    best = score_all_sequences(lambda tokens: logits_after(tokens, 3, salt), prompt, 3, **options)
+    gen = compile_fake(1, fake={"vocab": 3, "salt": salt}, num_beams=9, early_stopping="never", **options)
+    (found,) = as_tuples(run_to_end(gen, [prompt])[1])
     score, text = best[0]
     # With a penalty of at most 0 the rule of `_check_early_stop_heuristic` may stop before the best text.
     if penalty > 0:
@@ -42,8 +42,8 @@ def test_beams_as_wide_as_the_tree_find_the_best_of_all_texts(prompt, salt, pena
 
 
 def test_several_texts_come_the_best_first_and_are_different():
-    gen = compiled(2, num_beams=4, num_return_sequences=3, max_new_tokens=6, eos_token_id=[0, 1])
-    found = plain(results(gen, [[3, 4], [5]])[1])
+    gen = compile_fake(2, num_beams=4, num_return_sequences=3, max_new_tokens=6, eos_token_id=[0, 1])
+    found = as_tuples(run_to_end(gen, [[3, 4], [5]])[1])
     assert len(found) == 6
     for prompt in (found[:3], found[3:]):
         assert [score for _, _, score in prompt] == sorted((score for _, _, score in prompt), reverse=True)
@@ -62,56 +62,56 @@ def test_prompts_of_different_lengths_are_the_same_alone(early, by_length):
         "token_logprobs": True,
     }
     options |= {"no_repeat_ngram_size": 2, "repetition_penalty": 1.2}
-    together = results(compiled(5, fake={"by_length": by_length}, **options), prompts)[1]
-    alone = [results(compiled(1, **options), [prompt])[1][0] for prompt in prompts]
+    together = run_to_end(compile_fake(5, fake={"by_length": by_length}, **options), prompts)[1]
+    alone = [run_to_end(compile_fake(1, **options), [prompt])[1][0] for prompt in prompts]
     assert together == alone
 
 
 def test_a_prompt_runs_once_and_its_beams_fork_without_copies():
-    gen = compiled(2, num_beams=3, max_new_tokens=6)
-    results(gen, [[3] * 13, [4, 5]])
-    (run,) = gen.decoder.runs
+    gen = compile_fake(2, num_beams=3, max_new_tokens=6)
+    run_to_end(gen, [[3] * 13, [4, 5]])
+    (run,) = gen.decoder.sessions
     assert run.paged
-    assert run.copies == 0
+    assert run.copied_slots == 0
     assert run.closed
     assert run.steps[:3] == [(8, [8, 0, 0, 2, 0, 0]), (4, [4, 0, 0, 0, 0, 0]), (1, [1, 0, 0, 0, 0, 0])]
     assert run.steps[3:] == [(1, [1] * 6)] * 5
 
 
 def test_a_stopped_prompt_pads_until_all_stop():
-    gen = compiled(2, num_beams=2, max_new_tokens=12, eos_token_id=[0, 1, 2, 3, 4], early_stopping=True)
-    results(gen, [[5, 6], [6, 7, 9]])
-    counts = [counts for _, counts in gen.decoder.runs[0].steps[2:]]
+    gen = compile_fake(2, num_beams=2, max_new_tokens=12, eos_token_id=[0, 1, 2, 3, 4], early_stopping=True)
+    run_to_end(gen, [[5, 6], [6, 7, 9]])
+    counts = [counts for _, counts in gen.decoder.sessions[0].steps[2:]]
     assert [1, 1, 0, 0] in counts or [0, 0, 1, 1] in counts
     assert all(counts[i] == counts[i + 1] for counts in counts for i in (0, 2))
 
 
 def test_a_text_ends_at_the_limit_or_at_an_eos():
-    gen = compiled(1, num_beams=2, max_new_tokens=3)
-    ((tokens, reason, _),) = plain(results(gen, [[3]])[1])
+    gen = compile_fake(1, num_beams=2, max_new_tokens=3)
+    ((tokens, reason, _),) = as_tuples(run_to_end(gen, [[3]])[1])
     assert (len(tokens), reason) == (3, "length")
-    gen = compiled(1, num_beams=2, max_new_tokens=30, eos_token_id=[0, 1, 2, 3])
-    ((tokens, reason, _),) = plain(results(gen, [[3]])[1])
+    gen = compile_fake(1, num_beams=2, max_new_tokens=30, eos_token_id=[0, 1, 2, 3])
+    ((tokens, reason, _),) = as_tuples(run_to_end(gen, [[3]])[1])
     assert len(tokens) < 30
     assert reason == "stop"
 
 
 def test_a_text_that_stop_ends_keeps_its_last_token():
-    gen = compiled(1, num_beams=3, max_new_tokens=8)
+    gen = compile_fake(1, num_beams=3, max_new_tokens=8)
     seen = []
 
     def stop(tokens):
         seen.append(len(tokens))
         return len(tokens) == 4
 
-    ((tokens, reason, _),) = plain(results(gen, [[3]], stop=[stop])[1])
+    ((tokens, reason, _),) = as_tuples(run_to_end(gen, [[3]], stop=[stop])[1])
     assert (len(tokens), reason) == (4, "stop")
     assert set(seen) == {1, 2, 3, 4}
 
 
 def test_steps_tell_the_tokens_of_the_texts():
-    gen = compiled(3, num_beams=3, max_new_tokens=7, eos_token_id=[0, 1, 2, 3], token_logprobs=True)
-    steps, found = results(gen, [[3], [], [4, 5]])
+    gen = compile_fake(3, num_beams=3, max_new_tokens=7, eos_token_id=[0, 1, 2, 3], token_logprobs=True)
+    steps, found = run_to_end(gen, [[3], [], [4, 5]])
     for text, result in enumerate(found):
         told = [(int(step.token[text]), float(step.logprob[text])) for step in steps if step.token[text] >= 0]
         assert [token for token, _ in told] == [token.id for token in result.tokens]
@@ -123,8 +123,8 @@ def test_steps_tell_the_tokens_of_the_texts():
 def test_a_removed_token_has_the_smallest_score_and_no_score_goes_below_it():
     """Fewer tokens than beams are left: the search goes on with removed ones, and its sums stay finite."""
     everything = [token for token in range(VOCAB) if token != 5]
-    gen = compiled(1, num_beams=4, num_return_sequences=4, max_new_tokens=5, suppress_tokens=everything)
-    found = plain(results(gen, [[3]])[1])
+    gen = compile_fake(1, num_beams=4, num_return_sequences=4, max_new_tokens=5, suppress_tokens=everything)
+    found = as_tuples(run_to_end(gen, [[3]])[1])
     assert found[0][0] == [5] * 5
     assert all(np.isfinite(score) for _, _, score in found)
 
@@ -137,31 +137,31 @@ def candidates(*scores: float, tokens: list[int]) -> tuple[list[int], list[int],
 def test_the_stop_rule_of_a_prompt(early, done):
     """Texts of -1 and -1.5 end at once. The best beam has -4: no better now, but -0.44 by token if it got to 9
     tokens."""
-    beams = Beams(checked({}, {"num_beams": 2, "eos_token_id": 0, "early_stopping": early}), 9)
-    beams.step(*candidates(-1, -1.5, -4, -5, tokens=[0, 0, 1, 2]))
-    assert beams.done is done
-    assert [text.tokens for text in beams.results()] == [(0,)]
+    beams = BeamHypotheses(checked({}, {"num_beams": 2, "eos_token_id": 0, "early_stopping": early}), 9)
+    beams.take_candidates(*candidates(-1, -1.5, -4, -5, tokens=[0, 0, 1, 2]))
+    assert beams.is_done is done
+    assert [text.tokens for text in beams.best_hypotheses()] == [(0,)]
 
 
 @pytest.mark.parametrize(("early", "done"), [(True, True), (False, False), ("never", False)])
 def test_early_stopping_ends_a_prompt_that_could_improve(early, done):
-    beams = Beams(checked({}, {"num_beams": 2, "eos_token_id": 0, "early_stopping": early}), 9)
-    beams.step(*candidates(-3, -3.5, -1, -5, tokens=[0, 0, 1, 2]))
-    assert beams.done is done
+    beams = BeamHypotheses(checked({}, {"num_beams": 2, "eos_token_id": 0, "early_stopping": early}), 9)
+    beams.take_candidates(*candidates(-3, -3.5, -1, -5, tokens=[0, 0, 1, 2]))
+    assert beams.is_done is done
 
 
 def test_a_longer_text_wins_by_its_length_penalty():
     for penalty, winner in ((0.0, (0,)), (2.0, (1, 0))):
-        beams = Beams(
+        beams = BeamHypotheses(
             checked({}, {"num_beams": 2, "eos_token_id": 0, "early_stopping": "never", "length_penalty": penalty}), 9
         )
-        beams.step(*candidates(-1, -1.2, -4, -5, tokens=[0, 1, 2, 3]))
-        beams.step(*candidates(-1.5, -3, -4, -5, tokens=[0, 1, 2, 3]))
-        assert beams.results()[0].tokens == winner
+        beams.take_candidates(*candidates(-1, -1.2, -4, -5, tokens=[0, 1, 2, 3]))
+        beams.take_candidates(*candidates(-1.5, -3, -4, -5, tokens=[0, 1, 2, 3]))
+        assert beams.best_hypotheses()[0].tokens == winner
 
 
 def test_only_the_first_beams_candidates_become_texts():
-    beams = Beams(checked({}, {"num_beams": 2, "eos_token_id": [0, 1]}), 9)
-    beams.step(*candidates(-1, -2, -3, -4, -5, -6, tokens=[2, 3, 0, 1, 4, 5]))
-    assert [text.complete for text in beams.finished] == [False, False]
-    assert [text.tokens for text in beams.running] == [(2,), (3,)]
+    beams = BeamHypotheses(checked({}, {"num_beams": 2, "eos_token_id": [0, 1]}), 9)
+    beams.take_candidates(*candidates(-1, -2, -3, -4, -5, -6, tokens=[2, 3, 0, 1, 4, 5]))
+    assert [text.is_complete for text in beams.finished_hypotheses] == [False, False]
+    assert [text.tokens for text in beams.running_beams] == [(2,), (3,)]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_transmuter.generation.best import best_places
-from mlx_transmuter.generation.warpers import log_softmax, log_softmax_at
+from mlx_transmuter.generation.logits.sampling_warpers import log_softmax, log_softmax_at
+from mlx_transmuter.generation.logits.top_k_indices import top_k_indices
 
 
 @given(st.data(), st.integers(1, 3), st.integers(1, 700), st.sampled_from([2, 9, 10**6]))
@@ -19,7 +19,7 @@ def test_they_are_those_of_a_sort(data, rows, size, values):
     draw = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     scores = draw.integers(0, values, (rows, size)).astype(np.float32)
     scores[draw.random(scores.shape) < data.draw(st.sampled_from([0, 0.9]))] = -np.inf
-    places = np.array(best_places(mx.array(scores), count))
+    places = np.array(top_k_indices(mx.array(scores), count))
     assert (places.dtype, places.shape) == (np.int32, (rows, count))
     for row, found in zip(scores, places, strict=True):
         assert len(set(found.tolist())) == count
@@ -30,7 +30,7 @@ def test_they_are_those_of_a_sort(data, rows, size, values):
 def test_nothing_of_the_size_of_a_vocabulary_is_partitioned(size, count, monkeypatch):
     sizes, partition = [], mx.argpartition
     monkeypatch.setattr(mx, "argpartition", lambda x, *a, **k: sizes.append(x.size) or partition(x, *a, **k))
-    best_places(mx.zeros((1, size)), count)
+    top_k_indices(mx.zeros((1, size)), count)
     assert [n < size / 8 for n in sizes] == [True, True]
 
 

@@ -7,66 +7,77 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_transmuter.generation.guesses import Guesses, Tree, merged, size, stacked
-from mlx_transmuter.generation.lookup import BRANCHES, PLACES, Index, PromptLookup
-from mlx_transmuter.generation.rows import Row
+from mlx_transmuter.generation.drafts.draft_tree import (
+    DraftCounts,
+    DraftTree,
+    merge_continuations,
+    padded_node_count,
+    stack_trees,
+)
+from mlx_transmuter.generation.drafts.prompt_lookup import (
+    MAX_BRANCHES,
+    MAX_MATCHES,
+    NgramContinuations,
+    PromptLookupDrafter,
+)
+from mlx_transmuter.generation.row import Row
 
-SMALL = st.lists(st.integers(0, 3), max_size=30)
+SHORT_SEQUENCES = st.lists(st.integers(0, 3), max_size=30)
 
 
-def paths(tree: Tree) -> set[tuple[int, ...]]:
-    return {tuple(tree.tokens[at] for at in tree.path(node)[1:]) for node in range(len(tree))}
+def paths(tree: DraftTree) -> set[tuple[int, ...]]:
+    return {tuple(tree.tokens[at] for at in tree.path_to(node)[1:]) for node in range(len(tree))}
 
 
-@given(st.lists(SMALL, max_size=4), st.integers(0, 40))
+@given(st.lists(SHORT_SEQUENCES, max_size=4), st.integers(0, 40))
 def test_a_tree_holds_beginnings_of_the_continuations_each_once(continuations, most):
-    tree = merged(9, continuations, most)
+    tree = merge_continuations(9, continuations, most)
     beginnings = {tuple(tokens[:n]) for tokens in continuations for n in range(len(tokens) + 1)} | {()}
     assert paths(tree) <= beginnings
     assert len(paths(tree)) == len(tree) == min(1 + most, len(beginnings))
-    assert tree.depth == 1 + max(map(len, paths(tree)))
+    assert tree.longest_path_length == 1 + max(map(len, paths(tree)))
 
 
-@given(st.lists(SMALL, max_size=3), SMALL)
+@given(st.lists(SHORT_SEQUENCES, max_size=3), SHORT_SEQUENCES)
 def test_the_kept_path_is_the_longest_beginning_of_what_was_chosen(continuations, chosen):
-    tree = merged(9, continuations, 100)
-    kept = [tree.tokens[node] for node in tree.kept(chosen)[1:]]
+    tree = merge_continuations(9, continuations, 100)
+    kept = [tree.tokens[node] for node in tree.accepted_path(chosen)[1:]]
     longest = max((path for path in paths(tree) if path == tuple(chosen[: len(path)])), key=len)
     assert tuple(kept) == longest
 
 
 def test_the_arrays_of_a_batch_say_each_tree():
-    first, second = merged(7, [[1, 2], [1, 3], [4]], 9), Tree(8)
-    tokens, parents, depths, sees = stacked({0: first, 2: second}, 3, 6)
+    first, second = merge_continuations(7, [[1, 2], [1, 3], [4]], 9), DraftTree(8)
+    tokens, parents, depths, sees = stack_trees({0: first, 2: second}, 3, 6)
     assert (tokens.dtype, sees.dtype, sees.shape) == (np.int32, bool, (3, 6, 6))
     assert (depths >= 0).sum(axis=1).tolist() == [5, 0, 1]
     for row, tree in ((0, first), (2, second)):
         for node in range(len(tree)):
-            assert sees[row, node].nonzero()[0].tolist() == sorted(tree.path(node))
-            assert depths[row, node] == len(tree.path(node)) - 1
+            assert sees[row, node].nonzero()[0].tolist() == sorted(tree.path_to(node))
+            assert depths[row, node] == len(tree.path_to(node)) - 1
             assert (tokens[row, node], parents[row, node]) == (tree.tokens[node], tree.parents[node])
     assert not sees[1].any()
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 7, 20])
 def test_few_sizes_hold_all_trees(most):
-    sizes = {size(nodes, most) for nodes in range(1, most + 2)}
-    assert all(size(nodes, most) >= nodes for nodes in range(1, most + 2))
+    sizes = {padded_node_count(nodes, most) for nodes in range(1, most + 2)}
+    assert all(padded_node_count(nodes, most) >= nodes for nodes in range(1, most + 2))
     assert max(sizes) == most + 1
     assert len(sizes) <= (most + 1).bit_length() + 1
 
 
 def test_numbers_of_guesses_add_up():
-    guesses = Guesses().after(5, 2).after(3, 3).after(0, 0)
+    guesses = DraftCounts().with_pass(5, 2).with_pass(3, 3).with_pass(0, 0)
     assert guesses == (3, 8, 5)
     assert guesses.tokens_per_pass == pytest.approx(8 / 3)
-    assert Guesses().tokens_per_pass == 1
+    assert DraftCounts().tokens_per_pass == 1
 
 
-def brute(text: list[int], longest: int, most: int) -> list[list[int]]:
+def continuations_by_scan(text: list[int], longest: int, most: int) -> list[list[int]]:
     """The continuations by comparing every place of the text."""
     for n in range(min(longest, len(text) - 1), 0, -1):
-        ends = [end for end in range(n, len(text)) if text[end - n : end] == text[-n:]][::-1][:PLACES]
+        ends = [end for end in range(n, len(text)) if text[end - n : end] == text[-n:]][::-1][:MAX_MATCHES]
         found = []
         for end in ends:
             copy = list(text)
@@ -75,31 +86,31 @@ def brute(text: list[int], longest: int, most: int) -> list[list[int]]:
             if copy[len(text) :] not in found:
                 found.append(copy[len(text) :])
         if found:
-            return found[:BRANCHES]
+            return found[:MAX_BRANCHES]
     return []
 
 
 @settings(max_examples=200)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 4), st.integers(1, 6), st.integers(1, 8))
 def test_continuations_are_those_of_brute_force_as_the_text_grows(text, longest, most, step):
-    index = Index(longest)
+    index = NgramContinuations(longest)
     for length in range(1, len(text) + 1, step):
-        assert index.continuations(text[:length], most) == brute(text[:length], longest, most)
+        assert index.continuations(text[:length], most) == continuations_by_scan(text[:length], longest, most)
 
 
 def test_prompt_lookup_guesses_no_eos_and_no_deeper_than_there_is_room():
     text = [1, 2, 3, 4, 5, 1, 2]
     row = Row(text, 10)
-    guessing = PromptLookup(2, eos=[4])
+    guessing = PromptLookupDrafter(2, eos=[4])
     (tree,) = guessing.propose({0: row}, {0: 5}, {0: 9}).values()
     assert tree.tokens == [2, 3]
-    (tree,) = PromptLookup(2, eos=[]).propose({0: row}, {0: 5}, {0: 2}).values()
+    (tree,) = PromptLookupDrafter(2, eos=[]).propose({0: row}, {0: 5}, {0: 2}).values()
     assert tree.tokens == [2, 3, 4]
-    (tree,) = PromptLookup(2, eos=[]).propose({0: row}, {0: 5}, {0: 0}).values()
+    (tree,) = PromptLookupDrafter(2, eos=[]).propose({0: row}, {0: 5}, {0: 0}).values()
     assert tree.tokens == [2]
 
 
 def test_matches_that_differ_make_a_tree():
     row = Row([1, 2, 3, 1, 2, 4, 1, 2], 10)
-    (tree,) = PromptLookup(2, eos=[]).propose({0: row}, {0: 5}, {0: 9}).values()
+    (tree,) = PromptLookupDrafter(2, eos=[]).propose({0: row}, {0: 5}, {0: 9}).values()
     assert paths(tree) == {(), (4,), (3,), (4, 1), (3, 1), (4, 1, 2)}

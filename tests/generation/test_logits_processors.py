@@ -5,24 +5,24 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from fake_runs import VOCAB, model
+from fake_runs import VOCAB, fake_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_loops import processed, warped
+from plain_loops import process_scores, warp_scores
 
 from mlx_transmuter.generation import GenerationError, context
-from mlx_transmuter.generation.host import HostView
-from mlx_transmuter.generation.selection import Selection, row_keys
+from mlx_transmuter.generation.logits.host_processor_inputs import HostProcessorInputs
+from mlx_transmuter.generation.logits.token_selection import TokenSelection, row_random_keys
 
 TOKEN = st.integers(0, VOCAB - 1)
-FEW = st.integers(0, 3)
-WORDS = st.lists(st.lists(FEW, min_size=1, max_size=3), min_size=1, max_size=4, unique_by=tuple)
+SMALL_TOKEN = st.integers(0, 3)
+WORDS = st.lists(st.lists(SMALL_TOKEN, min_size=1, max_size=3), min_size=1, max_size=4, unique_by=tuple)
 EOS = st.one_of(TOKEN, st.lists(TOKEN, min_size=1, max_size=3, unique=True))
 
 # Each setting with values that reach its edges on prompts of a few tokens.
-VALUES = {
+SETTING_VALUES = {
     "sequence_bias": st.lists(
-        st.tuples(st.lists(FEW, min_size=1, max_size=3), st.floats(-9, 9, width=32)).map(list),
+        st.tuples(st.lists(SMALL_TOKEN, min_size=1, max_size=3), st.floats(-9, 9, width=32)).map(list),
         min_size=1,
         max_size=4,
         unique_by=lambda pair: tuple(pair[0]),
@@ -42,69 +42,73 @@ VALUES = {
     "begin_suppress_tokens": st.lists(st.integers(-1, VOCAB + 3), max_size=4),
     "renormalize_logits": st.just(True),
 }
-TEXT = st.tuples(st.lists(FEW, min_size=1, max_size=5), st.lists(FEW, max_size=5))
+TEXT = st.tuples(st.lists(SMALL_TOKEN, min_size=1, max_size=5), st.lists(SMALL_TOKEN, max_size=5))
 
 
-def scores_of(rows: int, seed: int) -> np.ndarray:
+def random_scores(rows: int, seed: int) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal((rows, VOCAB)) * 3).astype(np.float32)
 
 
-def ours(options: dict, texts: list[tuple[list[int], list[int]]], scores: np.ndarray) -> np.ndarray:
+def compiled_scores(options: dict, texts: list[tuple[list[int], list[int]]], scores: np.ndarray) -> np.ndarray:
     """The processed scores of each text, a prompt and its new tokens, after steps that gave it these tokens."""
-    ctx = context(model(), **options)
-    selection = Selection(ctx.settings, VOCAB, ctx.processors)
+    ctx = context(fake_model(), **options)
+    selection = TokenSelection(ctx.settings, VOCAB, ctx.processors)
     prompts = [prompt for prompt, _ in texts]
-    ends = [len(prompt) + ctx.new_tokens(len(prompt)) for prompt in prompts]
-    keys = row_keys([0] * len(texts), 1) if ctx.settings.do_sample else []
-    state, fixed = selection.begin(prompts, prompts, ends, keys)
-    host = HostView(ctx.settings, ctx.processors, VOCAB, prompts, prompts)
+    ends = [len(prompt) + ctx.new_token_limit(len(prompt)) for prompt in prompts]
+    keys = row_random_keys([0] * len(texts), 1) if ctx.settings.do_sample else []
+    state, fixed = selection.initial_state(prompts, prompts, ends, keys)
+    host = HostProcessorInputs(ctx.settings, ctx.processors, VOCAB, prompts, prompts)
     rows = mx.arange(len(texts), dtype=mx.int32)
     (length,) = {len(new) for _, new in texts}
-    given_now = host.arrays(prompts)
+    given_now = host.arrays_for(prompts)
     for at in range(length):
-        state = selection.follow(state, rows, mx.array([new[at] for _, new in texts], dtype=mx.int32))
-        given_now = host.arrays([prompt + new[: at + 1] for prompt, new in texts])
-    return np.array(selection.processed(mx.array(scores), state, fixed | given_now))
+        state = selection.fork_state(state, rows, mx.array([new[at] for _, new in texts], dtype=mx.int32))
+        given_now = host.arrays_for([prompt + new[: at + 1] for prompt, new in texts])
+    return np.array(selection.process_scores(mx.array(scores), state, fixed | given_now))
 
 
-def check(options: dict, texts: list[tuple[list[int], list[int]]], seed: int) -> None:
-    scores = scores_of(len(texts), seed)
-    found = ours(options, texts, scores)
+def check_against_reference(options: dict, texts: list[tuple[list[int], list[int]]], seed: int) -> None:
+    scores = random_scores(len(texts), seed)
+    found = compiled_scores(options, texts, scores)
     for row, (prompt, new) in enumerate(texts):
         with np.errstate(invalid="ignore", over="ignore"):
-            expected = processed(scores[row], prompt, new, **options)
+            expected = process_scores(scores[row], prompt, new, **options)
         np.testing.assert_allclose(found[row], expected, rtol=2e-5, atol=2e-5, err_msg=f"row {row}: {prompt} {new}")
 
 
-def same_length(texts: list[tuple[list[int], list[int]]]) -> list[tuple[list[int], list[int]]]:
+def cut_to_same_length(texts: list[tuple[list[int], list[int]]]) -> list[tuple[list[int], list[int]]]:
     shortest = min(len(new) for _, new in texts)
     return [(prompt, new[:shortest]) for prompt, new in texts]
 
 
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", SETTING_VALUES)
 @settings(max_examples=60)
 @given(data=st.data(), texts=st.lists(TEXT, min_size=1, max_size=3), eos=EOS, seed=st.integers(0, 99))
 def test_a_processor_alone(name, data, texts, eos, seed):
-    options = {"max_new_tokens": data.draw(st.integers(1, 6)), name: data.draw(VALUES[name]), "eos_token_id": eos}
+    options = {
+        "max_new_tokens": data.draw(st.integers(1, 6)),
+        name: data.draw(SETTING_VALUES[name]),
+        "eos_token_id": eos,
+    }
     if "bad_words_ids" in options:
         options["eos_token_id"] = 15
-    check(options, same_length(texts), seed)
+    check_against_reference(options, cut_to_same_length(texts), seed)
 
 
 @settings(max_examples=150)
 @given(data=st.data(), texts=st.lists(TEXT, min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_processors_together_in_their_order(data, texts, seed):
-    names = data.draw(st.lists(st.sampled_from(sorted(VALUES)), min_size=2, max_size=6, unique=True))
-    options = {name: data.draw(VALUES[name]) for name in names}
-    check({**options, "max_new_tokens": 6, "eos_token_id": [15, 14]}, same_length(texts), seed)
+    names = data.draw(st.lists(st.sampled_from(sorted(SETTING_VALUES)), min_size=2, max_size=6, unique=True))
+    options = {name: data.draw(SETTING_VALUES[name]) for name in names}
+    check_against_reference({**options, "max_new_tokens": 6, "eos_token_id": [15, 14]}, cut_to_same_length(texts), seed)
 
 
 def test_the_first_rows_of_the_prompts_alone_get_the_encoder_penalty():
-    ctx = context(model(), num_beams=2, encoder_repetition_penalty=2.0)
-    selection = Selection(ctx.settings, VOCAB)
+    ctx = context(fake_model(), num_beams=2, encoder_repetition_penalty=2.0)
+    selection = TokenSelection(ctx.settings, VOCAB)
     prompts = [[1, 2], [1, 2], [3], [3]]
-    state, fixed = selection.begin(prompts, prompts, [9] * 4, [])
-    changed = np.array(selection.processed(mx.ones((4, VOCAB)), state, fixed)) != 1
+    state, fixed = selection.initial_state(prompts, prompts, [9] * 4, [])
+    changed = np.array(selection.process_scores(mx.ones((4, VOCAB)), state, fixed)) != 1
     assert [np.flatnonzero(row).tolist() for row in changed] == [[1, 2], [], [3], []]
 
 
@@ -120,7 +124,7 @@ def test_processors_of_a_task_come_after_the_settings_and_before_sampling():
         return mx.where(mx.arange(VOCAB) == 5, logits[3] * 0 + 50 + array[0], logits)
 
     options = {"repetition_penalty": 2.0, "do_sample": True, "top_k": 1, "max_new_tokens": 9}
-    found = ours({**options, "processors": [(state, process)]}, [([3, 4], [6, 7])], scores_of(1, 0))
+    found = compiled_scores({**options, "processors": [(state, process)]}, [([3, 4], [6, 7])], random_scores(1, 0))
     assert np.flatnonzero(np.isfinite(found[0])).tolist() == [5]
     assert found[0][5] == 52
     assert seen[0] == {"prompt": [3, 4], "generated": [], "vocab": VOCAB}
@@ -134,19 +138,19 @@ def test_a_task_sees_the_scores_that_the_settings_left():
         heard.append(np.array(logits))
         return logits
 
-    scores = scores_of(1, 1)
+    scores = random_scores(1, 1)
     options = {"suppress_tokens": [2], "repetition_penalty": 1.5, "max_new_tokens": 5}
-    ours({**options, "processors": [(lambda row: np.zeros(1), process)]}, [([3, 4], [])], scores)
-    np.testing.assert_allclose(heard[-1], processed(scores[0], [3, 4], [], **options), rtol=1e-6)
+    compiled_scores({**options, "processors": [(lambda row: np.zeros(1), process)]}, [([3, 4], [])], scores)
+    np.testing.assert_allclose(heard[-1], process_scores(scores[0], [3, 4], [], **options), rtol=1e-6)
 
 
 def test_a_state_that_changes_its_shape_is_an_error():
     options = {"processors": [(lambda row: np.zeros(len(row["generated"]) + 1), lambda logits, array: logits)]}
     with pytest.raises(GenerationError, match="shape"):
-        ours(options, [([3], [4])], scores_of(1, 0))
+        compiled_scores(options, [([3], [4])], random_scores(1, 0))
 
 
-SAMPLERS = {
+SAMPLING_VALUES = {
     "temperature": st.floats(0.25, 3, width=32),
     "top_k": st.integers(0, VOCAB + 2),
     "top_p": st.one_of(st.just(0.0), st.floats(0.125, 0.9375, width=32)),
@@ -160,13 +164,13 @@ SAMPLERS = {
 @settings(max_examples=250)
 @given(data=st.data(), beams=st.sampled_from([1, 1, 2]), eos=EOS, seed=st.integers(0, 999))
 def test_settings_of_sampling(data, beams, eos, seed):
-    names = data.draw(st.lists(st.sampled_from(sorted(SAMPLERS)), min_size=1, max_size=4, unique=True))
-    options = {"do_sample": True, "top_k": 0, **{name: data.draw(SAMPLERS[name]) for name in names}}
+    names = data.draw(st.lists(st.sampled_from(sorted(SAMPLING_VALUES)), min_size=1, max_size=4, unique=True))
+    options = {"do_sample": True, "top_k": 0, **{name: data.draw(SAMPLING_VALUES[name]) for name in names}}
     options |= {"num_beams": beams, "eos_token_id": eos}
-    scores = scores_of(3, seed)
-    found = ours(options, [([1], [])] * 3, scores)
+    scores = random_scores(3, seed)
+    found = compiled_scores(options, [([1], [])] * 3, scores)
     for row in range(3):
-        expected = processed(scores[row], [1], [], **options)
+        expected = process_scores(scores[row], [1], [], **options)
         if _near_a_threshold(scores[row], options):
             continue
         np.testing.assert_allclose(found[row], expected, rtol=1e-5, atol=1e-5)
@@ -176,11 +180,12 @@ def _near_a_threshold(scores: np.ndarray, options: dict) -> bool:
     """Whether another float32 sum could keep other tokens: what is kept changes with noise on the scores."""
     keep = 1 if options["num_beams"] == 1 else max(2, 1 + len(np.atleast_1d(options["eos_token_id"])))
     kept = {
-        tuple(np.isfinite(warped(scores * np.float32(factor), keep, **options))) for factor in (1 - 1e-5, 1, 1 + 1e-5)
+        tuple(np.isfinite(warp_scores(scores * np.float32(factor), keep, **options)))
+        for factor in (1 - 1e-5, 1, 1 + 1e-5)
     }
     shifted = {
-        tuple(np.isfinite(warped(scores, keep, **{**options, name: options[name] * factor})))
-        for name in SAMPLERS.keys() & options.keys() - {"top_k"}
+        tuple(np.isfinite(warp_scores(scores, keep, **{**options, name: options[name] * factor})))
+        for name in SAMPLING_VALUES.keys() & options.keys() - {"top_k"}
         if options[name]
         for factor in (1 - 1e-5, 1 + 1e-5)
     }
@@ -188,23 +193,27 @@ def _near_a_threshold(scores: np.ndarray, options: dict) -> bool:
 
 
 def test_top_k_keeps_all_ties_of_the_last():
-    found = ours({"do_sample": True, "top_k": 2}, [([1], [])], np.array([[1, 3, 3, 3, 2] + [0] * 11], np.float32))
+    found = compiled_scores(
+        {"do_sample": True, "top_k": 2}, [([1], [])], np.array([[1, 3, 3, 3, 2] + [0] * 11], np.float32)
+    )
     assert np.flatnonzero(np.isfinite(found[0])).tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("beams", [1, 2])
 def test_top_p_of_0_keeps_one_token_and_enough_for_beams(beams):
-    found = ours({"do_sample": True, "top_k": 0, "top_p": 0.0, "num_beams": beams}, [([1], [])], scores_of(1, 3))
+    found = compiled_scores(
+        {"do_sample": True, "top_k": 0, "top_p": 0.0, "num_beams": beams}, [([1], [])], random_scores(1, 3)
+    )
     assert np.isfinite(found[0]).sum() == beams
 
 
 def test_a_half_precision_logit_is_processed_as_float32():
-    ctx = context(model(), repetition_penalty=1.1, token_logprobs=True)
-    selection = Selection(ctx.settings, VOCAB, logprobs=True)
-    state, fixed = selection.begin([[1]], [[1]], [9], [])
-    packed, _ = selection.tokens(mx.array(scores_of(1, 0)).astype(mx.float16), state, fixed)
+    ctx = context(fake_model(), repetition_penalty=1.1, token_logprobs=True)
+    selection = TokenSelection(ctx.settings, VOCAB, logprobs=True)
+    state, fixed = selection.initial_state([[1]], [[1]], [9], [])
+    packed, _ = selection.select_tokens(mx.array(random_scores(1, 0)).astype(mx.float16), state, fixed)
     assert packed.dtype == mx.int32
-    half = scores_of(1, 0).astype(np.float16).astype(np.float32)[0]
-    expected = processed(half, [1], [], repetition_penalty=1.1, renormalize_logits=True)
+    half = random_scores(1, 0).astype(np.float16).astype(np.float32)[0]
+    expected = process_scores(half, [1], [], repetition_penalty=1.1, renormalize_logits=True)
     assert int(packed[0, 0]) == int(expected.argmax())
     assert abs(float(np.array(packed)[:, 1].view(np.float32)[0]) - expected.max()) < 1e-6

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from fake_decoder import logits_after
-from fake_runs import PROCESSING, VOCAB, compiled, model, results, texts
+from fake_runs import PROCESSOR_SETTINGS, VOCAB, compile_fake, fake_model, generated_ids, run_to_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_loops import greedy
@@ -23,7 +23,7 @@ EOS = [0, 1, 2]
 FAKES = [{}, {"by_length": True}, {"runs_ahead": True}, {"by_length": True, "runs_ahead": True}, {"dtype": mx.float16}]
 
 OPTIONS = {
-    **PROCESSING,
+    **PROCESSOR_SETTINGS,
     "suppress_tokens": st.just([4, 8, 12]),
 }
 
@@ -37,8 +37,8 @@ OPTIONS = {
 )
 def test_a_ragged_batch_gives_each_row_what_plain_loops_give_it(prompts, options, fake, step):
     options = {**options, "max_new_tokens": 8, "eos_token_id": EOS}
-    gen = compiled(len(prompts), fake=fake, prefill_step_size=step, token_logprobs=True, **options)
-    _, found = results(gen, prompts)
+    gen = compile_fake(len(prompts), fake=fake, prefill_step_size=step, token_logprobs=True, **options)
+    _, found = run_to_end(gen, prompts)
     for prompt, result in zip(prompts, found, strict=True):
         if not prompt:
             assert result.tokens == []
@@ -53,16 +53,16 @@ def test_a_ragged_batch_gives_each_row_what_plain_loops_give_it(prompts, options
 def test_a_long_prompt_runs_in_steps_that_memory_allows(kernel, monkeypatch):
     """As many as mlx_lm takes, and fewer on the CPU, where scores are held whole."""
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu) if kernel else mx.Device(mx.cpu))
-    gen = compiled(1, max_new_tokens=1)
+    gen = compile_fake(1, max_new_tokens=1)
     prompt = [3 + i % 7 for i in range(5000 if kernel else 700)]
     assert len(generation.generate(gen, [prompt], [0])[0]) == 1
-    sizes = [size for size, _ in gen.decoder.runs[-1].steps]
+    sizes = [size for size, _ in gen.decoder.sessions[-1].steps]
     assert sizes == ([2048, 2048, 512, 256, 128, 8] if kernel else [128, 128, 128, 128, 128, 32, 16, 8, 4])
 
 
 @pytest.mark.parametrize("fake", FAKES)
 def test_what_is_told_adds_up_to_the_texts(fake):
-    gen = compiled(5, fake=fake, max_new_tokens=7, eos_token_id=EOS, token_logprobs=True)
+    gen = compile_fake(5, fake=fake, max_new_tokens=7, eos_token_id=EOS, token_logprobs=True)
     told: list[list[tuple[int, float]]] = [[] for _ in PROMPTS]
     ended = [False] * len(PROMPTS)
     events = []
@@ -87,36 +87,36 @@ def test_what_is_told_adds_up_to_the_texts(fake):
 
 def test_without_log_probabilities_none_are_told():
     events = []
-    rows = generation.generate(compiled(1, max_new_tokens=3), [[3]], [0], on_token=events.append)
+    rows = generation.generate(compile_fake(1, max_new_tokens=3), [[3]], [0], on_token=events.append)
     assert [set(event) for event in events] == [{"token", "finished"}] * 3
     assert [token.logprob for token in rows[0]] == [None] * 3
 
 
 def test_the_steps_of_a_batch_are_the_parts_of_its_longest_prompt_and_a_token_each():
-    gen = compiled(3, max_new_tokens=4)
-    results(gen, [[3] * 13, [4] * 9, []])
-    (run,) = gen.decoder.runs
-    assert run.total == [17, 13, 0]
+    gen = compile_fake(3, max_new_tokens=4)
+    run_to_end(gen, [[3] * 13, [4] * 9, []])
+    (run,) = gen.decoder.sessions
+    assert run.max_lengths == [17, 13, 0]
     assert run.steps == [(8, [8, 8, 0]), (4, [4, 1, 0]), (1, [1, 0, 0]), *[(1, [1, 1, 0])] * 3]
     assert run.closed
 
 
 def test_a_finished_row_pads_and_the_others_go_on():
-    gen = compiled(2, max_new_tokens=9, eos_token_id=[1, 2])
-    _, (first, second) = results(gen, [[3, 4], [7]])
+    gen = compile_fake(2, max_new_tokens=9, eos_token_id=[1, 2])
+    _, (first, second) = run_to_end(gen, [[3, 4], [7]])
     assert len(first.tokens) != len(second.tokens)
     assert (first.finish_reason, second.finish_reason) == ("stop", "stop")
     short, long = sorted((len(first.tokens), len(second.tokens)))
-    assert [sum(counts) for _, counts in gen.decoder.runs[0].steps[1:]] == [2] * short + [1] * (long - short)
+    assert [sum(counts) for _, counts in gen.decoder.sessions[0].steps[1:]] == [2] * short + [1] * (long - short)
 
 
 def test_groups_run_one_after_the_other_with_the_others_as_padding():
-    gen = compiled(4, fake={"by_length": True}, max_new_tokens=3)
-    steps, _ = results(gen, [[3, 4], [5], [6, 7], []])
-    first, second = gen.decoder.runs
+    gen = compile_fake(4, fake={"by_length": True}, max_new_tokens=3)
+    steps, _ = run_to_end(gen, [[3, 4], [5], [6, 7], []])
+    first, second = gen.decoder.sessions
     assert [counts for _, counts in first.steps] == [[0, 1, 0, 0]] * 3
     assert [counts for _, counts in second.steps] == [[2, 0, 2, 0], [1, 0, 1, 0], [1, 0, 1, 0]]
-    assert (first.total, second.total) == ([0, 4, 0, 0], [5, 0, 5, 0])
+    assert (first.max_lengths, second.max_lengths) == ([0, 4, 0, 0], [5, 0, 5, 0])
     assert [step.finished.tolist() for step in steps[2:4]] == [[False, True, False, True]] * 2
     assert [(step.token >= 0).tolist() for step in steps[2:4]] == [
         [False, True, False, False],
@@ -125,27 +125,27 @@ def test_groups_run_one_after_the_other_with_the_others_as_padding():
 
 
 def test_each_step_is_evaluated_once():
-    gen = compiled(2, max_new_tokens=6)
-    results(gen, [[3] * 6, [4]])
-    assert gen.decoder.runs[0].waits == [True] * (2 + 6)
+    gen = compile_fake(2, max_new_tokens=6)
+    run_to_end(gen, [[3] * 6, [4]])
+    assert gen.decoder.sessions[0].evaluate_waits == [True] * (2 + 6)
 
 
 @pytest.mark.parametrize("options", [{"max_new_tokens": 6}, {"max_new_tokens": 30, "eos_token_id": [0, 1, 2, 3]}])
 def test_running_ahead_wastes_at_most_one_step(options):
-    behind, ahead = compiled(2, **options), compiled(2, fake={"runs_ahead": True}, **options)
+    behind, ahead = compile_fake(2, **options), compile_fake(2, fake={"runs_ahead": True}, **options)
     prompts = [[3, 4], [5]]
-    assert results(behind, prompts)[1] == results(ahead, prompts)[1]
-    plain, fast = behind.decoder.runs[0], ahead.decoder.runs[0]
+    assert run_to_end(behind, prompts)[1] == run_to_end(ahead, prompts)[1]
+    plain, fast = behind.decoder.sessions[0], ahead.decoder.sessions[0]
     assert 0 <= len(fast.steps) - len(plain.steps) <= 1
-    assert not any(fast.waits[2:])
+    assert not any(fast.evaluate_waits[2:])
     if "eos_token_id" not in options:
         assert len(fast.steps) == len(plain.steps)
 
 
 def test_a_step_ahead_is_on_its_way_before_the_token_is_told():
-    gen = compiled(1, fake={"runs_ahead": True}, max_new_tokens=4)
-    steps = generation.run(gen, [[3]], [0])
-    taken = [len(gen.decoder.runs[0].steps) for _ in steps]
+    gen = compile_fake(1, fake={"runs_ahead": True}, max_new_tokens=4)
+    steps = generation.generate_steps(gen, [[3]], [0])
+    taken = [len(gen.decoder.sessions[0].steps) for _ in steps]
     assert taken == [2, 3, 4, 4]
 
 
@@ -153,32 +153,32 @@ def test_a_step_ahead_is_on_its_way_before_the_token_is_told():
     "options", [{"no_repeat_ngram_size": 2}, {"processors": [(lambda row: np.zeros(1), lambda x, y: x)]}]
 )
 def test_nothing_runs_ahead_where_the_host_must_see_the_token(options):
-    gen = compiled(1, fake={"runs_ahead": True}, max_new_tokens=4, **options)
-    steps = generation.run(gen, [[3]], [0])
-    assert [len(gen.decoder.runs[0].steps) for _ in steps] == [1, 2, 3, 4]
-    assert all(gen.decoder.runs[0].waits)
+    gen = compile_fake(1, fake={"runs_ahead": True}, max_new_tokens=4, **options)
+    steps = generation.generate_steps(gen, [[3]], [0])
+    assert [len(gen.decoder.sessions[0].steps) for _ in steps] == [1, 2, 3, 4]
+    assert all(gen.decoder.sessions[0].evaluate_waits)
 
 
 @pytest.mark.parametrize("fake", [{}, {"runs_ahead": True}])
 def test_stop_ends_a_row_and_its_token_stays(fake):
-    gen = compiled(2, fake=fake, max_new_tokens=8)
+    gen = compile_fake(2, fake=fake, max_new_tokens=8)
     heard = []
 
     def stop(tokens):
         heard.append(list(tokens))
         return len(tokens) == 3
 
-    _, (first, second) = results(gen, [[3], [4]], stop=[stop, None])
+    _, (first, second) = run_to_end(gen, [[3], [4]], stop=[stop, None])
     assert (len(first.tokens), first.finish_reason) == (3, "stop")
     assert (len(second.tokens), second.finish_reason) == (8, "length")
     assert heard == [[token.id for token in first.tokens][: n + 1] for n in range(3)]
 
 
 def test_stop_strings_need_someone_who_decodes():
-    gen = compiled(1, max_new_tokens=3, stop_strings="end")
+    gen = compile_fake(1, max_new_tokens=3, stop_strings="end")
     with pytest.raises(GenerationError, match="stop_strings"):
-        generation.run(gen, [[3]], [0])
-    results(gen, [[3]], stop=[lambda tokens: False])
+        generation.generate_steps(gen, [[3]], [0])
+    run_to_end(gen, [[3]], stop=[lambda tokens: False])
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}])
@@ -191,51 +191,51 @@ def test_cancel_from_another_thread_ends_the_run(options):
             cancel.wait(10)
         return np.zeros(1)
 
-    gen = compiled(1, max_new_tokens=500, processors=[(state, lambda logits, _: logits)], **options)
+    gen = compile_fake(1, max_new_tokens=500, processors=[(state, lambda logits, _: logits)], **options)
     other = threading.Thread(target=lambda: (reached.wait(10), cancel.set()))
     other.start()
-    _, (result,) = results(gen, [[3]], cancel=cancel)
+    _, (result,) = run_to_end(gen, [[3]], cancel_event=cancel)
     other.join()
     assert result.finish_reason == "cancelled"
     assert 3 <= len(result.tokens) <= 4
-    assert gen.decoder.runs[0].closed
+    assert gen.decoder.sessions[0].closed
 
 
 def test_a_cancelled_run_takes_no_more_of_the_prompt():
     cancel = threading.Event()
     cancel.set()
     for options in ({}, {"num_beams": 2}):
-        gen = compiled(1, max_new_tokens=5, **options)
-        _, (result,) = results(gen, [[3, 4]], cancel=cancel)
+        gen = compile_fake(1, max_new_tokens=5, **options)
+        _, (result,) = run_to_end(gen, [[3, 4]], cancel_event=cancel)
         assert (result.tokens, result.finish_reason) == ([], "cancelled")
-        assert gen.decoder.runs[0].steps == []
+        assert gen.decoder.sessions[0].steps == []
 
 
 def test_closing_the_steps_gives_the_run_back():
-    gen = compiled(1, fake={"runs_ahead": True}, max_new_tokens=500)
-    steps = generation.run(gen, [[3]], [0])
+    gen = compile_fake(1, fake={"runs_ahead": True}, max_new_tokens=500)
+    steps = generation.generate_steps(gen, [[3]], [0])
     next(steps)
     steps.close()
-    assert gen.decoder.runs[0].closed
-    assert len(gen.decoder.runs[0].steps) <= 2
+    assert gen.decoder.sessions[0].closed
+    assert len(gen.decoder.sessions[0].steps) <= 2
 
 
 def test_an_error_on_the_way_gives_the_run_back():
     def on_token(event):
         raise RuntimeError("a caller's own")
 
-    gen = compiled(1, max_new_tokens=5)
+    gen = compile_fake(1, max_new_tokens=5)
     with pytest.raises(RuntimeError, match="own"):
         generation.generate(gen, [[3]], [0], on_token=on_token)
     gc.collect()
-    assert gen.decoder.runs[0].closed
+    assert gen.decoder.sessions[0].closed
 
 
 def test_logits_do_not_outlive_their_step():
-    gen = compiled(2, max_new_tokens=6, token_logprobs=True)
+    gen = compile_fake(2, max_new_tokens=6, token_logprobs=True)
     alive: list[weakref.ref] = []
     most = 0
-    begin = gen.decoder.begin
+    begin = gen.decoder.begin_session
 
     def watched(*args, **more):
         run = begin(*args, **more)
@@ -252,19 +252,19 @@ def test_logits_do_not_outlive_their_step():
         run.step = counted
         return run
 
-    gen.decoder.begin = watched
-    results(gen, [[3] * 29, [4]])
+    gen.decoder.begin_session = watched
+    run_to_end(gen, [[3] * 29, [4]])
     assert len(alive) == 4 + 5
     assert most <= 1
 
 
 def test_the_context_ends_at_the_last_position():
     """A token needs a position only to be read: the last one is told all the same."""
-    gen = compiled(2, fake={"max_positions": 6}, max_new_tokens=50)
-    _, (first, second) = results(gen, [[3, 4, 5, 6], [3] * 6])
+    gen = compile_fake(2, fake={"max_positions": 6}, max_new_tokens=50)
+    _, (first, second) = run_to_end(gen, [[3, 4, 5, 6], [3] * 6])
     assert (len(first.tokens), first.finish_reason) == (3, "length")
     assert (len(second.tokens), second.finish_reason) == (1, "length")
-    assert gen.decoder.runs[0].total == [6, 6]
+    assert gen.decoder.sessions[0].max_lengths == [6, 6]
 
 
 @pytest.mark.parametrize(
@@ -278,33 +278,33 @@ def test_the_context_ends_at_the_last_position():
     ],
 )
 def test_wrong_prompts_are_an_error_before_anything_runs(prompts, seeds, message):
-    gen = compiled(1, fake={"max_positions": 8}, max_new_tokens=5)
+    gen = compile_fake(1, fake={"max_positions": 8}, max_new_tokens=5)
     with pytest.raises(GenerationError, match=message):
-        generation.run(gen, prompts, seeds)
-    assert gen.decoder.runs == []
+        generation.generate_steps(gen, prompts, seeds)
+    assert gen.decoder.sessions == []
 
 
 def test_max_length_counts_the_prompt_of_each_row():
-    assert [len(text) for text in texts(2, [[3] * 4, [4]], max_length=9)] == [5, 8]
-    gen = compiled(1, generation_config={"max_length": 12})
-    assert len(results(gen, [[3] * 4])[1][0].tokens) == 8
+    assert [len(text) for text in generated_ids(2, [[3] * 4, [4]], max_length=9)] == [5, 8]
+    gen = compile_fake(1, generation_config={"max_length": 12})
+    assert len(run_to_end(gen, [[3] * 4])[1][0].tokens) == 8
     with pytest.raises(GenerationError, match="max_length"):
-        results(gen, [[3] * 12])
+        run_to_end(gen, [[3] * 12])
 
 
 def test_a_batch_of_padding_alone_gives_nothing():
-    gen = compiled(2, max_new_tokens=5)
-    steps, found = results(gen, [[], []])
+    gen = compile_fake(2, max_new_tokens=5)
+    steps, found = run_to_end(gen, [[], []])
     assert steps == []
     assert [result.tokens for result in found] == [[], []]
-    assert gen.decoder.runs == []
+    assert gen.decoder.sessions == []
 
 
 def test_inputs_go_to_the_decoder_with_a_row_for_each_beam():
-    gen = compiled(2, given=["encoder_hidden_states"], num_beams=2, max_new_tokens=2)
+    gen = compile_fake(2, given=["encoder_hidden_states"], num_beams=2, max_new_tokens=2)
     states = mx.arange(2 * 3).reshape(2, 3).astype(mx.float32)
-    results(gen, [[3], [4]], inputs={"encoder_hidden_states": states})
-    given = gen.decoder.runs[0].inputs["encoder_hidden_states"]
+    run_to_end(gen, [[3], [4]], inputs={"encoder_hidden_states": states})
+    given = gen.decoder.sessions[0].extra_inputs["encoder_hidden_states"]
     assert given.tolist() == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
 
 
@@ -312,15 +312,15 @@ def test_inputs_go_to_the_decoder_with_a_row_for_each_beam():
     "inputs", [{}, {"encoder_hidden_states": np.zeros((3, 4)), "more": 1}, {"encoder_hidden_states": np.zeros((3, 4))}]
 )
 def test_inputs_that_the_context_does_not_name_are_an_error(inputs):
-    gen = compiled(2, given=["encoder_hidden_states"], max_new_tokens=2)
+    gen = compile_fake(2, given=["encoder_hidden_states"], max_new_tokens=2)
     with pytest.raises(GenerationError, match="input"):
-        generation.run(gen, [[3], [4]], [0, 0], inputs)
+        generation.generate_steps(gen, [[3], [4]], [0, 0], inputs)
 
 
 def test_positions_of_a_task_go_with_every_step():
-    gen = compiled(2, max_new_tokens=3)
-    results(gen, [[3, 4, 5], [6]], inputs={"position_ids": [[[0, 4, 4]], []]})
-    assert [positions.tolist() for positions in gen.decoder.runs[0].positions] == [
+    gen = compile_fake(2, max_new_tokens=3)
+    run_to_end(gen, [[3, 4, 5], [6]], inputs={"position_ids": [[[0, 4, 4]], []]})
+    assert [positions.tolist() for positions in gen.decoder.sessions[0].positions] == [
         [[0, 4], [0, 1]],
         [[4], [1]],
         [[5], [1]],
@@ -330,19 +330,19 @@ def test_positions_of_a_task_go_with_every_step():
 
 def test_the_encoder_settings_read_the_encoders_tokens():
     options = {"encoder_repetition_penalty": 50.0, "encoder_no_repeat_ngram_size": 2, "max_new_tokens": 6}
-    gen = compiled(2, config={"is_encoder_decoder": True}, **options)
+    gen = compile_fake(2, config={"is_encoder_decoder": True}, **options)
     source = [[9, 10, 9, 11], [5, 6]]
-    _, found = results(gen, [[3], [4]], inputs={"encoder_input_ids": source})
+    _, found = run_to_end(gen, [[3], [4]], inputs={"encoder_input_ids": source})
     for prompt, tokens, result in zip([[3], [4]], source, found, strict=True):
         expected, _, _ = greedy(lambda tokens: logits_after(tokens, VOCAB), prompt, source=tokens, **options)
         assert [token.id for token in result.tokens] == expected
     with pytest.raises(GenerationError, match="encoder_input_ids"):
-        generation.run(gen, [[3], [4]], [0, 0])
+        generation.generate_steps(gen, [[3], [4]], [0, 0])
 
 
 def test_a_model_of_embeddings_is_refused_by_name():
     with pytest.raises(GenerationError, match="embed"):
-        generation.context(model(), embed=object())
+        generation.context(fake_model(), embed=object())
 
 
 @pytest.mark.parametrize(
@@ -360,9 +360,9 @@ def test_a_model_of_embeddings_is_refused_by_name():
 )
 def test_what_is_no_whole_number_or_outside_is_refused_before_anything_runs(prompts, seeds, inputs, found):
     with pytest.raises(GenerationError, match=found):
-        generation.generate(compiled(1), prompts, seeds, inputs)
+        generation.generate(compile_fake(1), prompts, seeds, inputs)
 
 
 def test_processors_are_pairs():
     with pytest.raises(GenerationError, match="pairs of functions"):
-        compiled(1, processors=[1])
+        compile_fake(1, processors=[1])

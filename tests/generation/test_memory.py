@@ -7,36 +7,36 @@ import mlx.core as mx
 import pytest
 
 from mlx_transmuter import generation
-from mlx_transmuter.decoder import Decoder
-from mlx_transmuter.sizes import bucket
+from mlx_transmuter.runtime.buckets import context_bucket
+from mlx_transmuter.runtime.decoder import Decoder
 
 PROMPTS = [[5, 6, 7], [8]]
 
 
-def compiled(model, ahead: bool = False, **options) -> generation.Compiled:
+def compile_model(model, ahead: bool = False, **options) -> generation.CompiledGeneration:
     ctx = generation.context(model, eos_token_id=None, **options)
-    decoder = Decoder(model.decoder, 2 * ctx.settings.width, max_positions=1024)
-    begin = decoder.begin
+    decoder = Decoder(model.decoder, 2 * ctx.settings.rows_per_prompt, max_positions=1024)
+    begin = decoder.begin_session
 
     def begun(*args, **more):
         run = begin(*args, **more)
         run.runs_ahead = ahead
         return run
 
-    decoder.begin = begun  # type: ignore[method-assign]
+    decoder.begin_session = begun  # type: ignore[method-assign]
     return generation.compile(ctx, 2, decoder=decoder)
 
 
 # Watched every 10 tokens. What stays between steps may not grow: logits that stayed would be 3,072 bytes per token. The
 # peaks are compared over the last tokens, where the context that a step attends over keeps its size; how many of a
 # step's buffers are alive at once differs from step to step by a few of 2**18 bytes, as MLX runs them.
-WATCHED = range(270, 500, 10)
-LAST = 450
+WATCHED_COUNTS = range(270, 500, 10)
+PEAKS_AFTER = 450
 SLACK, PEAK_SLACK = 2**15, 2**20
-assert bucket(len(PROMPTS[0]) + LAST) == bucket(len(PROMPTS[0]) + WATCHED.stop)
+assert context_bucket(len(PROMPTS[0]) + PEAKS_AFTER) == context_bucket(len(PROMPTS[0]) + WATCHED_COUNTS.stop)
 
 
-class Watch:
+class MemoryWatch:
     """What MLX held between steps and at its peaks, by the number of tokens."""
 
     def __init__(self):
@@ -44,13 +44,13 @@ class Watch:
         self.peaks: dict[int, int] = {}
 
     def token(self, count: int) -> None:
-        if count in WATCHED and count not in self.held:
+        if count in WATCHED_COUNTS and count not in self.held:
             self.held[count], self.peaks[count] = mx.get_active_memory(), mx.get_peak_memory()
             mx.reset_peak_memory()
 
     def check_flat(self) -> None:
-        assert list(self.held) == list(WATCHED)
-        held, peaks = list(self.held.values()), [peak for count, peak in self.peaks.items() if count > LAST]
+        assert list(self.held) == list(WATCHED_COUNTS)
+        held, peaks = list(self.held.values()), [peak for count, peak in self.peaks.items() if count > PEAKS_AFTER]
         assert min(held[-5:]) <= min(held[:5]) + SLACK
         assert min(peaks[-2:]) <= min(peaks[:2]) + PEAK_SLACK
 
@@ -58,16 +58,16 @@ class Watch:
 @pytest.mark.usefixtures("compiling")
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2, "token_logprobs": True}, {"do_sample": True}])
 def test_the_peak_of_a_long_text_is_flat(loaded, options):
-    gen = compiled(loaded("llama"), max_new_tokens=500, **{"do_sample": False, **options})
-    watch = Watch()
-    for token, _ in enumerate(generation.run(gen, PROMPTS, [0, 0]), start=1):
+    gen = compile_model(loaded("llama"), max_new_tokens=500, **{"do_sample": False, **options})
+    watch = MemoryWatch()
+    for token, _ in enumerate(generation.generate_steps(gen, PROMPTS, [0, 0]), start=1):
         watch.token(token)
     watch.check_flat()
 
 
 @pytest.mark.usefixtures("compiling")
 def test_the_peak_of_a_long_beam_search_is_flat(loaded):
-    watch = Watch()
+    watch = MemoryWatch()
 
     def state(row):
         # Called for each beam before each token, for a search tells its steps at its end.
@@ -75,7 +75,7 @@ def test_the_peak_of_a_long_beam_search_is_flat(loaded):
         return 0.0
 
     options = {"num_beams": 2, "do_sample": False, "processors": [(state, lambda logits, _: logits)]}
-    generation.generate(compiled(loaded("llama"), max_new_tokens=500, **options), PROMPTS, [0, 0])
+    generation.generate(compile_model(loaded("llama"), max_new_tokens=500, **options), PROMPTS, [0, 0])
     watch.check_flat()
 
 
@@ -83,5 +83,5 @@ def test_the_peak_of_a_long_beam_search_is_flat(loaded):
 def test_running_ahead_changes_no_token(loaded, options):
     model = loaded("llama")
     options = {"max_new_tokens": 12, "token_logprobs": True, "do_sample": False, **options}
-    behind, ahead = compiled(model, **options), compiled(model, ahead=True, **options)
+    behind, ahead = compile_model(model, **options), compile_model(model, ahead=True, **options)
     assert generation.generate(behind, PROMPTS, [1, 2]) == generation.generate(ahead, PROMPTS, [1, 2])

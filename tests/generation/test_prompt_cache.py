@@ -15,83 +15,83 @@ from hypothesis import strategies as st
 
 from mlx_transmuter import generation
 from mlx_transmuter.cache import CacheError
-from mlx_transmuter.decoder import Decoder, Run
 from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.model import Model
+from mlx_transmuter.runtime.decoder import CacheSession, Decoder
 
-NEW = 4
+NEW_TOKENS = 4
 TEXT = np.random.default_rng(7).integers(3, 60, 80).tolist()
-OPTIONS = {"eos_token_id": None, "do_sample": False, "max_new_tokens": NEW, "token_logprobs": True}
+OPTIONS = {"eos_token_id": None, "do_sample": False, "max_new_tokens": NEW_TOKENS, "token_logprobs": True}
 
 
-def compiled(model, rows: int = 1, decoder: Decoder | None = None, **options) -> generation.Compiled:
+def compile_model(model, rows: int = 1, decoder: Decoder | None = None, **options) -> generation.CompiledGeneration:
     return generation.compile(generation.context(model, **{**OPTIONS, **options}), rows, decoder=decoder)
 
 
 @pytest.fixture
-def computed(monkeypatch):
+def computed_counts(monkeypatch):
     """How many tokens each row of each step had."""
     counts: list[list[int]] = []
-    step = Run.step
+    step = CacheSession.step
     monkeypatch.setattr(
-        Run, "step", lambda run, tokens, new, *more: counts.append(list(new)) or step(run, tokens, new, *more)
+        CacheSession, "step", lambda run, tokens, new, *more: counts.append(list(new)) or step(run, tokens, new, *more)
     )
     return counts
 
 
 def poison(cache: PromptCache) -> None:
     """NaN in every row of the pools that holds no kept token: nobody may read one."""
-    store = cache.store
-    blocks = np.array([block for _, _, block in store.slots.kept()], np.int32).reshape(-1, 1)
-    held = (blocks * store.block + np.arange(store.block)).reshape(-1)
+    store = cache.kv_cache
+    blocks = np.array([block for _, _, block in store.block_manager.stored_blocks()], np.int32).reshape(-1, 1)
+    held = (blocks * store.block_size + np.arange(store.block_size)).reshape(-1)
     arrays = store.pools.take()
-    for i, kind in enumerate(store.kinds):
+    for i, kind in enumerate(store.pool_specs):
         free = np.ones(arrays[i].shape[0], bool)
-        free[store.rows(held, kind.heads)] = False
+        free[store.pool_rows(held, kind.heads)] = False
         arrays[i] = mx.where(mx.array(free)[:, None], mx.array(np.nan, kind.dtype), arrays[i])
     store.pools.put(arrays)
     store.pools.evaluate()
 
 
-def same(found, wanted) -> None:
+def assert_same(found, wanted) -> None:
     """Equal tokens, and log-probabilities up to what the order of a sum does."""
     assert [[token.id for token in text] for text in found] == [[token.id for token in text] for text in wanted]
     for text, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose([t.logprob for t in text], [t.logprob for t in other], rtol=0, atol=2e-4)
 
 
-def borders(block: int) -> list[int]:
+def block_border_lengths(block: int) -> list[int]:
     return sorted({n for edge in (block, 2 * block) for n in (edge - 1, edge, edge + 1) if n > 0})
 
 
 @pytest.mark.parametrize("block", [1, 3, 16])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_a_second_prompt_computes_its_tail_alone(name, block, loaded, computed):
+def test_a_second_prompt_computes_its_tail_alone(name, block, loaded, computed_counts):
     """Kept lengths and common beginnings of all kinds around the borders of blocks, with NaN in every other row."""
     model = loaded(name)
-    gen = compiled(model)
+    gen = compile_model(model)
     plainly = functools.cache(lambda *prompt: generation.generate(gen, [prompt], [0]))
-    for kept in borders(block):
-        for common in sorted({1, *borders(block), kept} & set(range(1, kept + 1))):
+    for kept in block_border_lengths(block):
+        for common in sorted({1, *block_border_lengths(block), kept} & set(range(1, kept + 1))):
             other = [*TEXT[:common], 2, *TEXT[40:43]]
             for prompt in (other, TEXT[:common]):
                 cache = PromptCache(model, block=block)
                 generation.generate(gen, [TEXT[:kept]], [0], prompt_cache=cache)
                 poison(cache)
-                computed.clear()
+                computed_counts.clear()
                 found = generation.generate(gen, [prompt], [0], prompt_cache=cache)
                 stored = min(common, len(prompt) - 1) // block * block
-                assert sum(sum(step) for step in computed) == len(prompt) - stored + NEW - 1
-                same(found, plainly(*prompt))
+                assert sum(sum(step) for step in computed_counts) == len(prompt) - stored + NEW_TOKENS - 1
+                assert_same(found, plainly(*prompt))
 
 
 # What these keep isn't keys and values of their tokens alone; a prompt cache refuses them.
-OTHERS = {"deltanet_ort": "states", "lfm2": "states", "gpt2_reread": "without a cache"}
+UNSUPPORTED_MODELS = {"deltanet_ort": "states", "lfm2": "states", "gpt2_reread": "without a cache"}
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", UNSUPPORTED_MODELS)
 def test_a_decoder_that_keeps_something_else_is_refused(name, loaded):
-    with pytest.raises(GenerationError, match=OTHERS[name]):
+    with pytest.raises(GenerationError, match=UNSUPPORTED_MODELS[name]):
         PromptCache(loaded(name))
 
 
@@ -102,17 +102,17 @@ def test_a_limit_that_is_no_number_is_refused(limits, loaded):
 
 
 def test_what_is_no_prompt_cache_is_refused(loaded):
-    gen = compiled(loaded("llama"), 1, max_new_tokens=1)
+    gen = compile_model(loaded("llama"), 1, max_new_tokens=1)
     with pytest.raises(GenerationError, match=r"generation\.PromptCache"):
         generation.generate(gen, [[5]], [0], prompt_cache="cache.safetensors")
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in OTHERS])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNSUPPORTED_MODELS])
 def test_prompts_and_answers_of_the_reference(name, loaded):
     """The golden tokens of each fixture, at first and when all of the prompts are in the cache."""
     rows, model = rows_of(name), loaded(name)
     cache = PromptCache(model)
-    gen = compiled(model, len(rows), max_new_tokens=max(len(row["tokens"]) for row in rows))
+    gen = compile_model(model, len(rows), max_new_tokens=max(len(row["tokens"]) for row in rows))
     for _ in range(2):
         found = generation.generate(gen, [row["prompt"] for row in rows], [0] * len(rows), prompt_cache=cache)
         for text, wanted in zip(found, tokens_of(rows), strict=True):
@@ -125,20 +125,20 @@ MODES = [("llama", "append"), ("mistral", "append"), ("llama_genai", "in_place")
 
 @pytest.mark.parametrize("block", [1, 3])
 @pytest.mark.parametrize(("name", "mode"), MODES)
-def test_a_graph_as_it_is_shares_beginnings_too(name, mode, block, computed):
+def test_a_graph_as_it_is_shares_beginnings_too(name, mode, block, computed_counts):
     """Rows of one length with beginnings of several lengths kept: a grown cache takes the least of them."""
     model = Model(plain(name))
-    gen = compiled(model, 2, Decoder(model.decoder, 2, mode=mode))
+    gen = compile_model(model, 2, Decoder(model.decoder, 2, cache_mode=mode))
     cache = PromptCache(model, block=block)
     generation.generate(gen, [TEXT[:9], TEXT[20:24]], [0, 0], prompt_cache=cache)
     poison(cache)
-    computed.clear()
+    computed_counts.clear()
     prompts = [TEXT[:12], [*TEXT[20:24], *TEXT[50:58]]]
     found = generation.generate(gen, prompts, [0, 0], prompt_cache=cache)
     stored = [9 // block * block, 4 // block * block]
     stored = [min(stored)] * 2 if mode == "grow" else stored
-    assert sum(sum(step) for step in computed) == sum(map(len, prompts)) - sum(stored) + 2 * (NEW - 1)
-    same(found, generation.generate(gen, prompts, [0, 0]))
+    assert sum(sum(step) for step in computed_counts) == sum(map(len, prompts)) - sum(stored) + 2 * (NEW_TOKENS - 1)
+    assert_same(found, generation.generate(gen, prompts, [0, 0]))
 
 
 @pytest.mark.parametrize(
@@ -157,25 +157,29 @@ def test_a_graph_as_it_is_shares_beginnings_too(name, mode, block, computed):
 def test_ragged_batches_of_all_kinds(options, block, loaded):
     """Padding rows, rows that are in the cache wholly, in part and not at all."""
     model = loaded("llama")
-    gen, one = compiled(model, 4, **options), compiled(model, 1, **options)
+    gen, one = compile_model(model, 4, **options), compile_model(model, 1, **options)
     cache = PromptCache(model, block=block)
     generation.generate(one, [TEXT[:20]], [3], prompt_cache=cache)
     prompts = [TEXT[:25], [], TEXT[:20], [5, 6, 7]]
     for _ in range(2):
         poison(cache)
         found = generation.generate(gen, prompts, [1, 2, 3, 4], prompt_cache=cache)
-        same(found, generation.generate(gen, prompts, [1, 2, 3, 4]))
+        assert_same(found, generation.generate(gen, prompts, [1, 2, 3, 4]))
 
 
 def test_rows_of_a_batch_share_one_copy(loaded):
     model = loaded("llama")
     cache = PromptCache(model)
-    generation.generate(compiled(model), [TEXT[:40]], [0], prompt_cache=cache)
+    generation.generate(compile_model(model), [TEXT[:40]], [0], prompt_cache=cache)
     held = cache.tokens
-    steps = generation.run(compiled(model, 8), [[*TEXT[:40], 3 + i] for i in range(8)], [0] * 8, prompt_cache=cache)
+    steps = generation.generate_steps(
+        compile_model(model, 8), [[*TEXT[:40], 3 + i] for i in range(8)], [0] * 8, prompt_cache=cache
+    )
     next(steps)
-    slots = cache.store.slots
-    assert slots.slots - (slots.free_slots - slots.idle_slots) == held + 8  # of each row its own last token alone
+    slots = cache.kv_cache.block_manager
+    assert (
+        slots.num_slots - (slots.free_slots - slots.evictable_slots) == held + 8
+    )  # of each row its own last token alone
     steps.close()
     assert cache.tokens == held + 8
 
@@ -185,21 +189,21 @@ def test_use_never_changes_what_is_kept(block, loaded):
     """Every bit of every kept slot, after runs that go on inside, at the end of, and beside it."""
     model = loaded("llama")
     cache = PromptCache(model, block=block)
-    gen = compiled(model, 2)
+    gen = compile_model(model, 2)
     generation.generate(gen, [TEXT[:21], TEXT[:10]], [0, 0], prompt_cache=cache)
-    store = cache.store
-    kept = {block: (before, tokens) for before, tokens, block in store.slots.kept()}
+    store = cache.kv_cache
+    kept = {block: (before, tokens) for before, tokens, block in store.block_manager.stored_blocks()}
 
     def bits() -> list[np.ndarray]:
         slots = np.array(sorted(kept))[:, None] * block + np.arange(block)
         return [
-            np.array(mx.take(pool, mx.array(store.rows(slots.reshape(-1), kind.heads)), axis=0))
-            for pool, kind in zip(store.pools.arrays, store.kinds, strict=True)
+            np.array(mx.take(pool, mx.array(store.pool_rows(slots.reshape(-1), kind.heads)), axis=0))
+            for pool, kind in zip(store.pools.arrays, store.pool_specs, strict=True)
         ]
 
     before = bits()
     for options in ({}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}):
-        gen = compiled(model, 2, **options)
+        gen = compile_model(model, 2, **options)
         for prompts in ([TEXT[:21], TEXT[:21]], [[*TEXT[:7], 4, 4], TEXT[:22]], [TEXT[:11], [*TEXT[:8], 9]]):
             generation.generate(gen, prompts, [0, 1], prompt_cache=cache)
     assert all(np.array_equal(old, new) for old, new in zip(before, bits(), strict=True))
@@ -208,16 +212,16 @@ def test_use_never_changes_what_is_kept(block, loaded):
 @pytest.mark.parametrize("block", [1, 4])
 def test_the_pools_stay_within_the_limit_and_the_least_recently_used_goes_first(block, loaded):
     model = loaded("llama")
-    gen = compiled(model)
-    slot_bytes = PromptCache(model).store.slot_bytes
+    gen = compile_model(model)
+    slot_bytes = PromptCache(model).kv_cache.slot_nbytes
     for limit in ({"max_tokens": 36}, {"max_bytes": 36 * slot_bytes + slot_bytes // 2}):
         cache = PromptCache(model, block=block, **limit)
         assert cache.max_tokens == 36
         first, second, third = ([n, *TEXT[n : n + 11]] for n in (3, 20, 37))
         for prompt in (first, second, first, third):
             found = generation.generate(gen, [prompt], [0], prompt_cache=cache)
-            same(found, generation.generate(gen, [prompt], [0]))
-            assert cache.tokens <= cache.store.slots.slots <= 36
+            assert_same(found, generation.generate(gen, [prompt], [0]))
+            assert cache.tokens <= cache.kv_cache.block_manager.num_slots <= 36
             assert cache.nbytes <= 36 * slot_bytes
             assert cache.find([*prompt, 1]) == 12 // block * block
         assert cache.find([*first, 1]) == 12 // block * block
@@ -226,34 +230,36 @@ def test_the_pools_stay_within_the_limit_and_the_least_recently_used_goes_first(
 
 def test_a_run_that_needs_more_than_the_limit_is_refused_and_the_cache_stays_good(loaded):
     model = loaded("llama")
-    gen = compiled(model)
+    gen = compile_model(model)
     cache = PromptCache(model, max_tokens=16)
     generation.generate(gen, [TEXT[:8]], [0], prompt_cache=cache)
     with pytest.raises(CacheError, match="at most 16"):
         generation.generate(gen, [TEXT[:20]], [0], prompt_cache=cache)
     assert cache.find(TEXT) == 8
-    same(generation.generate(gen, [TEXT[:9]], [0], prompt_cache=cache), generation.generate(gen, [TEXT[:9]], [0]))
+    assert_same(
+        generation.generate(gen, [TEXT[:9]], [0], prompt_cache=cache), generation.generate(gen, [TEXT[:9]], [0])
+    )
 
 
 def test_a_run_given_up_keeps_what_it_computed(loaded):
     model = loaded("llama")
     cache = PromptCache(model)
-    gen = compiled(model, max_new_tokens=20)
-    steps = generation.run(gen, [TEXT[:8]], [0], prompt_cache=cache)
+    gen = compile_model(model, max_new_tokens=20)
+    steps = generation.generate_steps(gen, [TEXT[:8]], [0], prompt_cache=cache)
     text = [*TEXT[:8], *(int(next(steps).token[0]) for _ in range(3))]
     steps.close()
     assert cache.find([*text, 1]) == 8 + 2  # no step took the third token
-    same(generation.generate(gen, [text], [0], prompt_cache=cache), generation.generate(gen, [text], [0]))
+    assert_same(generation.generate(gen, [text], [0], prompt_cache=cache), generation.generate(gen, [text], [0]))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("where", ["_append", "evaluate", "step_function", "put"])
+@pytest.mark.parametrize("where", ["_allocate_slots", "evaluate", "step_function", "put"])
 def test_a_run_that_failed_leaves_nothing_half_written(error, where, loaded, monkeypatch):
     """Wherever an interrupt or a failure comes, later runs give what they give without a cache."""
     model = loaded("llama")
-    cache, gen = PromptCache(model), compiled(model)
+    cache, gen = PromptCache(model), compile_model(model)
     generation.generate(gen, [TEXT[:8]], [0], prompt_cache=cache)
-    owner = {"step_function": Decoder, "put": type(cache.store.pools)}.get(where, Run)
+    owner = {"step_function": Decoder, "put": type(cache.kv_cache.pools)}.get(where, CacheSession)
     calls, real = [0], getattr(owner, where)
 
     def failing(*args, **more):
@@ -267,15 +273,17 @@ def test_a_run_that_failed_leaves_nothing_half_written(error, where, loaded, mon
     with pytest.raises(error):
         generation.generate(gen, [TEXT[:20]], [0], prompt_cache=cache)
     monkeypatch.setattr(owner, where, real)
-    assert not cache.store.busy
-    assert cache.store.slots.free_slots == cache.store.slots.slots
+    assert not cache.kv_cache.in_use
+    assert cache.kv_cache.block_manager.free_slots == cache.kv_cache.block_manager.num_slots
     for prompt in (TEXT[:8], TEXT[:20], TEXT[:25]):
-        same(generation.generate(gen, [prompt], [0], prompt_cache=cache), generation.generate(gen, [prompt], [0]))
+        assert_same(
+            generation.generate(gen, [prompt], [0], prompt_cache=cache), generation.generate(gen, [prompt], [0])
+        )
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_cache_that_could_not_grow_begins_anew(error, loaded, monkeypatch):
-    gen, cache = compiled(loaded("llama")), PromptCache(loaded("llama"))
+    gen, cache = compile_model(loaded("llama")), PromptCache(loaded("llama"))
     wanted = generation.generate(gen, [TEXT], [0])
     generation.generate(gen, [TEXT[:5]], [0], prompt_cache=cache)
 
@@ -286,21 +294,21 @@ def test_a_cache_that_could_not_grow_begins_anew(error, loaded, monkeypatch):
         patch.setattr(mx, "concatenate", fail)
         with pytest.raises(error):
             generation.generate(gen, [TEXT], [0], prompt_cache=cache)
-    assert not cache.store.busy
-    same(generation.generate(gen, [TEXT], [0], prompt_cache=cache), wanted)
+    assert not cache.kv_cache.in_use
+    assert_same(generation.generate(gen, [TEXT], [0], prompt_cache=cache), wanted)
 
 
 def test_threads_take_turns(loaded):
     """What one made, emptied or ran, another goes on with; each has its own compiled functions."""
     model = loaded("llama")
-    wanted = generation.generate(compiled(model), [TEXT], [0])
+    wanted = generation.generate(compile_model(model), [TEXT], [0])
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         cache = one.submit(PromptCache, model).result()
         for thread in (other, one, other):
-            run = thread.submit(lambda: generation.generate(compiled(model), [TEXT], [0], prompt_cache=cache))
-            same(run.result(), wanted)
+            run = thread.submit(lambda: generation.generate(compile_model(model), [TEXT], [0], prompt_cache=cache))
+            assert_same(run.result(), wanted)
         one.submit(cache.clear).result()
-        same(generation.generate(compiled(model), [TEXT], [0], prompt_cache=cache), wanted)
+        assert_same(generation.generate(compile_model(model), [TEXT], [0], prompt_cache=cache), wanted)
 
 
 @pytest.mark.parametrize(
@@ -308,19 +316,19 @@ def test_threads_take_turns(loaded):
 )
 def test_sizes_are_whole_numbers(option, loaded):
     with pytest.raises(GenerationError, match=next(iter(option))):
-        compiled(loaded("llama"), **option)
+        compile_model(loaded("llama"), **option)
 
 
 def test_what_a_cache_is_not_for_is_refused(loaded):
     model = loaded("llama")
-    gen, cache = compiled(model), PromptCache(model)
+    gen, cache = compile_model(model), PromptCache(model)
     with pytest.raises(GenerationError, match="another model"):
         generation.generate(gen, [[5]], [0], prompt_cache=PromptCache(loaded("qwen2")))
     with pytest.raises(GenerationError, match="positions of their own"):
         generation.generate(gen, [[5, 6]], [0], {"position_ids": [[[0, 1]]]}, prompt_cache=cache)
     with pytest.raises(GenerationError, match="room for a block of 4"):
         PromptCache(model, max_tokens=3, block=4)
-    steps = generation.run(gen, [[5, 6]], [0], prompt_cache=cache)
+    steps = generation.generate_steps(gen, [[5, 6]], [0], prompt_cache=cache)
     next(steps)
     with pytest.raises(CacheError, match="one run at a time"):
         generation.generate(gen, [[5, 6]], [0], prompt_cache=cache)
@@ -335,14 +343,14 @@ def test_what_a_cache_is_not_for_is_refused(loaded):
 def test_guesses_need_no_more_room_than_their_number(loaded):
     """Two texts of 20 + 4 tokens with 3 guesses each."""
     model, prompts = loaded("llama"), [[5, 6, 7, 8] * 5, [9, 10] * 10]
-    gen, guessing = compiled(model, 2), compiled(model, 2, prompt_lookup_num_tokens=3)
-    cache = PromptCache(model, max_tokens=2 * (20 + NEW + 3))
+    gen, guessing = compile_model(model, 2), compile_model(model, 2, prompt_lookup_num_tokens=3)
+    cache = PromptCache(model, max_tokens=2 * (20 + NEW_TOKENS + 3))
     for _ in range(2):
-        same(
+        assert_same(
             generation.generate(guessing, prompts, [0] * 2, prompt_cache=cache),
             generation.generate(gen, prompts, [0] * 2),
         )
-    small = PromptCache(model, max_tokens=2 * (20 + NEW + 3) - 1)
+    small = PromptCache(model, max_tokens=2 * (20 + NEW_TOKENS + 3) - 1)
     with pytest.raises(CacheError, match="room for 54"):
         generation.generate(guessing, prompts, [0] * 2, prompt_cache=small)
 
@@ -367,28 +375,28 @@ def test_guesses_in_blocks_of_several_tokens_and_no_slot_more(block, lengths, ne
     rows = [n for n in lengths if n for _ in range(options.get("num_return_sequences", 1))]
     room = sum(-(-(n + new - 1) // block) + -(-nodes // block) for n in rows) * block
     cache = PromptCache(model, block=block, max_tokens=room)
-    gen, guessing = compiled(model, 2, **options), compiled(model, 2, **guesses, **options)
+    gen, guessing = compile_model(model, 2, **options), compile_model(model, 2, **guesses, **options)
     wanted = generation.generate(gen, prompts, [0, 1])
     for _ in range(2):
-        same(generation.generate(guessing, prompts, [0, 1], prompt_cache=cache), wanted)
-        slots = cache.store.slots
-        assert slots.slots - slots.free_slots == 0  # of the run nothing is held but what is kept
-        assert (slots.slots, slots.idle_slots) == (room, cache.tokens)
+        assert_same(generation.generate(guessing, prompts, [0, 1], prompt_cache=cache), wanted)
+        slots = cache.kv_cache.block_manager
+        assert slots.num_slots - slots.free_slots == 0  # of the run nothing is held but what is kept
+        assert (slots.num_slots, slots.evictable_slots) == (room, cache.tokens)
         poison(cache)
 
 
 @pytest.mark.parametrize("cached", [None, 1, 4])
 def test_absurdly_many_guesses_take_no_more_room_than_a_text_has(cached, loaded, monkeypatch):
     runs = []
-    begin = Decoder.begin
-    monkeypatch.setattr(Decoder, "begin", lambda *args, **more: runs.append(begin(*args, **more)) or runs[-1])
+    begin = Decoder.begin_session
+    monkeypatch.setattr(Decoder, "begin_session", lambda *args, **more: runs.append(begin(*args, **more)) or runs[-1])
     model, prompt = loaded("llama"), [5, 6, 7, 8] * 5
     cache = None if cached is None else PromptCache(model, block=cached)
-    guessing = compiled(model, prompt_lookup_num_tokens=10**6, max_new_tokens=10)
+    guessing = compile_model(model, prompt_lookup_num_tokens=10**6, max_new_tokens=10)
     found = generation.generate(guessing, [prompt], [0], prompt_cache=cache)
-    same(found, generation.generate(compiled(model, max_new_tokens=10), [prompt], [0]))
-    assert runs[0].slots.slots <= 64
-    assert int(runs[0].total.max()) <= 64
+    assert_same(found, generation.generate(compile_model(model, max_new_tokens=10), [prompt], [0]))
+    assert runs[0].block_manager.num_slots <= 64
+    assert int(runs[0].max_lengths.max()) <= 64
 
 
 @pytest.mark.parametrize(("name", "found"), [("lfm2", "states"), ("gpt2_reread", "without a cache")])
@@ -400,10 +408,12 @@ def test_decoders_of_states_or_without_a_cache_have_no_prompt_cache(name, found,
 def test_guesses_go_on_after_what_is_kept(loaded):
     """Tokens guessed and checked several at once are kept as others are."""
     model, prompt = loaded("llama"), [5, 6, 7, 8] * 5
-    cache, gen = PromptCache(model), compiled(model)
-    guessing = compiled(model, prompt_lookup_num_tokens=3)
+    cache, gen = PromptCache(model), compile_model(model)
+    guessing = compile_model(model, prompt_lookup_num_tokens=3)
     for text in (prompt, [*prompt, 9], prompt):
-        same(generation.generate(guessing, [text], [0], prompt_cache=cache), generation.generate(gen, [text], [0]))
+        assert_same(
+            generation.generate(guessing, [text], [0], prompt_cache=cache), generation.generate(gen, [text], [0])
+        )
     assert cache.find([*prompt, 9, 1]) == len(prompt) + 1
 
 
@@ -420,14 +430,16 @@ def test_any_calls_one_after_another(calls, block, limit, beams, loaded):
     gen = cached_gen(model, beams)
     cache = PromptCache(model, block=block, max_tokens=limit and limit * beams)
     for prompts in calls:
-        same(generation.generate(gen, prompts, [0, 0], prompt_cache=cache), generation.generate(gen, prompts, [0, 0]))
+        assert_same(
+            generation.generate(gen, prompts, [0, 0], prompt_cache=cache), generation.generate(gen, prompts, [0, 0])
+        )
         poison(cache)
 
 
-GENS: dict[int, generation.Compiled] = {}
+COMPILED_GENERATIONS: dict[int, generation.CompiledGeneration] = {}
 
 
-def cached_gen(model, beams: int) -> generation.Compiled:
-    if beams not in GENS:
-        GENS[beams] = compiled(model, 2, num_beams=beams, max_new_tokens=3)
-    return GENS[beams]
+def cached_gen(model, beams: int) -> generation.CompiledGeneration:
+    if beams not in COMPILED_GENERATIONS:
+        COMPILED_GENERATIONS[beams] = compile_model(model, 2, num_beams=beams, max_new_tokens=3)
+    return COMPILED_GENERATIONS[beams]

@@ -19,16 +19,16 @@ from mlx_transmuter.model import load_folder
 TEXT = np.random.default_rng(3).integers(3, 60, 40).tolist()
 
 
-def texts(model, prompts, cache=None):
+def generate_texts(model, prompts, cache=None):
     ctx = generation.context(model, eos_token_id=None, do_sample=False, max_new_tokens=4, token_logprobs=True)
     return generation.generate(generation.compile(ctx, len(prompts)), prompts, [0] * len(prompts), prompt_cache=cache)
 
 
 @pytest.fixture
-def saved(loaded, tmp_path):
+def saved_path(loaded, tmp_path):
     """The file of a cache of two texts with one beginning."""
     cache = PromptCache(loaded("llama"), block=2)
-    texts(loaded("llama"), [TEXT[:21], [*TEXT[:12], 7, 8, 9]], cache)
+    generate_texts(loaded("llama"), [TEXT[:21], [*TEXT[:12], 7, 8, 9]], cache)
     cache.save(tmp_path / "cache.safetensors")
     return tmp_path / "cache.safetensors"
 
@@ -38,7 +38,7 @@ def saved(loaded, tmp_path):
 def test_a_loaded_cache_is_the_saved_one(name, block, loaded, tmp_path):
     model, path = loaded(name), tmp_path / "a cache"
     cache = PromptCache(model, block=block)
-    texts(model, [TEXT[:21], [*TEXT[:12], 7, 8, 9]], cache)
+    generate_texts(model, [TEXT[:21], [*TEXT[:12], 7, 8, 9]], cache)
     for _ in range(2):  # also one that was loaded, and over a file that is there
         cache.save(path)
         assert os.listdir(tmp_path) == ["a cache"]
@@ -48,7 +48,7 @@ def test_a_loaded_cache_is_the_saved_one(name, block, loaded, tmp_path):
             assert back.find(prompt) == cache.find(prompt)
         cache = back
     prompts = [TEXT[:30], [*TEXT[:12], 7, 8, 9, 3]]
-    found, wanted = texts(model, prompts, back), texts(model, prompts)
+    found, wanted = generate_texts(model, prompts, back), generate_texts(model, prompts)
     assert [[token.id for token in text] for text in found] == [[token.id for token in text] for text in wanted]
     tolerance = 2e-2 if name == "llama_fp16" else 2e-4
     for text, other in zip(found, wanted, strict=True):
@@ -60,9 +60,9 @@ def test_an_empty_cache_is_one_too(loaded, tmp_path):
     assert PromptCache.load(tmp_path / "cache", loaded("llama")).tokens == 0
 
 
-def test_the_file_is_what_it_says(saved, loaded):
+def test_the_file_is_what_it_says(saved_path, loaded):
     """Any reader of safetensors finds the tokens, each block after the one before it, and a row per token and pool."""
-    arrays, metadata = mx.load(str(saved), format="safetensors", return_metadata=True)
+    arrays, metadata = mx.load(str(saved_path), format="safetensors", return_metadata=True)
     assert (metadata["format"], metadata["version"], metadata["block"]) == ("mlx-transmuter prompt cache", "1", "2")
     before, tokens = np.array(arrays["before"]), np.array(arrays["tokens"])
     leaves = set(range(len(before))) - set(before.tolist())
@@ -80,26 +80,26 @@ def test_the_file_is_what_it_says(saved, loaded):
     assert all(array.shape[0] == tokens.size for array in entries)
 
 
-def test_another_model_is_refused(saved, loaded, converted, tmp_path):
+def test_another_model_is_refused(saved_path, loaded, converted, tmp_path):
     with pytest.raises(GenerationError, match="expected"):
-        PromptCache.load(saved, loaded("mistral"))
+        PromptCache.load(saved_path, loaded("mistral"))
     folder = tmp_path / "other"
     shutil.copytree(converted("llama"), folder)
     other = load_folder(folder)
-    assert PromptCache.load(saved, other).tokens > 0  # the same model from another place
+    assert PromptCache.load(saved_path, other).tokens > 0  # the same model from another place
     name, weight = next((n, w) for n, w in other.decoder.weights().items() if w.ndim == 2 and w.dtype == mx.float32)
-    owner, key = other.decoder._places[name]
+    owner, key = other.decoder._leaf_locations[name]
     owner[key] = mx.where(mx.arange(weight.size).reshape(weight.shape) == 5, weight + 1, weight)
     with pytest.raises(GenerationError, match="fingerprint"):
-        PromptCache.load(saved, other)
+        PromptCache.load(saved_path, other)
 
 
-def test_a_limit_below_what_the_file_holds_is_refused(saved, loaded):
+def test_a_limit_below_what_the_file_holds_is_refused(saved_path, loaded):
     with pytest.raises(GenerationError, match="limit of 8"):
-        PromptCache.load(saved, loaded("llama"), max_tokens=8)
+        PromptCache.load(saved_path, loaded("llama"), max_tokens=8)
 
 
-def rewritten(path: Path, change) -> None:
+def rewrite_header(path: Path, change) -> None:
     """The file with its header as `change` leaves it."""
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
@@ -108,51 +108,53 @@ def rewritten(path: Path, change) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
 
 
-def put(name, key, value):
+def set_header_key(name, key, value):
     return lambda header: header[name].__setitem__(key, value)
 
 
-def first(header) -> dict:
+def first_pool_tensor(header) -> dict:
     return header[min(name for name in header if name.startswith("past"))]
 
 
-HEADERS = {
+HEADER_CHANGES = {
     "no metadata": lambda header: header.pop("__metadata__") and None,
-    "another format": put("__metadata__", "format", "mlx"),
-    "a later version": put("__metadata__", "version", "2"),
+    "another format": set_header_key("__metadata__", "format", "mlx"),
+    "a later version": set_header_key("__metadata__", "version", "2"),
     "no fingerprint": lambda header: header["__metadata__"].pop("fingerprint") and None,
-    "another block": put("__metadata__", "block", "4"),
-    "blocks of none": put("__metadata__", "block", "0"),
-    "blocks of words": put("__metadata__", "block", "many"),
+    "another block": set_header_key("__metadata__", "block", "4"),
+    "blocks of none": set_header_key("__metadata__", "block", "0"),
+    "blocks of words": set_header_key("__metadata__", "block", "many"),
     "bits of no pool": lambda header: header["__metadata__"].update(kv_bits="3", kv_group_size="64"),
     "other bits than the rows": lambda header: header["__metadata__"].update(kv_bits="8", kv_group_size="64"),
     "bits of words": lambda header: header["__metadata__"].update(kv_bits="few", kv_group_size="64"),
     "a tensor less": lambda header: header.pop("tokens") and None,
     "a tensor that is a list": lambda header: header.__setitem__("tokens", [1]),
-    "an unknown dtype": put("tokens", "dtype", "F64"),
-    "another dtype": put("tokens", "dtype", "F32"),
-    "a larger shape": put("tokens", "shape", [2**40, 2]),
-    "a negative size": put("tokens", "shape", [-1, -2]),
-    "a size that is a word": put("tokens", "shape", ["2", 2]),
-    "a size that is true": put("before", "shape", [True]),
-    "an endless shape": put("tokens", "shape", [2**62, 2**62]),
-    "offsets past the end": put("tokens", "data_offsets", [0, 2**50]),
-    "offsets that overlap": lambda header: first(header).__setitem__("data_offsets", header["tokens"]["data_offsets"]),
-    "offsets of words": put("tokens", "data_offsets", ["a", "b"]),
-    "one offset": put("tokens", "data_offsets", [0]),
+    "an unknown dtype": set_header_key("tokens", "dtype", "F64"),
+    "another dtype": set_header_key("tokens", "dtype", "F32"),
+    "a larger shape": set_header_key("tokens", "shape", [2**40, 2]),
+    "a negative size": set_header_key("tokens", "shape", [-1, -2]),
+    "a size that is a word": set_header_key("tokens", "shape", ["2", 2]),
+    "a size that is true": set_header_key("before", "shape", [True]),
+    "an endless shape": set_header_key("tokens", "shape", [2**62, 2**62]),
+    "offsets past the end": set_header_key("tokens", "data_offsets", [0, 2**50]),
+    "offsets that overlap": lambda header: first_pool_tensor(header).__setitem__(
+        "data_offsets", header["tokens"]["data_offsets"]
+    ),
+    "offsets of words": set_header_key("tokens", "data_offsets", ["a", "b"]),
+    "one offset": set_header_key("tokens", "data_offsets", [0]),
     "a list": lambda header: [header],
     "a name more": lambda header: header.__setitem__("x", {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}),
 }
 
 
-@pytest.mark.parametrize("change", HEADERS.values(), ids=HEADERS)
-def test_a_wrong_header_is_refused(change, saved, loaded):
-    rewritten(saved, change)
+@pytest.mark.parametrize("change", HEADER_CHANGES.values(), ids=HEADER_CHANGES)
+def test_a_wrong_header_is_refused(change, saved_path, loaded):
+    rewrite_header(saved_path, change)
     with pytest.raises(GenerationError, match=r"cache\.safetensors"):
-        PromptCache.load(saved, loaded("llama"))
+        PromptCache.load(saved_path, loaded("llama"))
 
 
-BYTES = {
+BYTE_CHANGES = {
     "empty": lambda data: b"",
     "short": lambda data: data[:5],
     "cut": lambda data: data[:-1],
@@ -165,14 +167,14 @@ BYTES = {
 }
 
 
-@pytest.mark.parametrize("change", BYTES.values(), ids=BYTES)
-def test_a_file_that_is_not_whole_is_refused(change, saved, loaded):
-    saved.write_bytes(change(saved.read_bytes()))
+@pytest.mark.parametrize("change", BYTE_CHANGES.values(), ids=BYTE_CHANGES)
+def test_a_file_that_is_not_whole_is_refused(change, saved_path, loaded):
+    saved_path.write_bytes(change(saved_path.read_bytes()))
     with pytest.raises(GenerationError, match="saved whole"):
-        PromptCache.load(saved, loaded("llama"))
+        PromptCache.load(saved_path, loaded("llama"))
 
 
-VALUES = {
+TENSOR_CHANGES = {
     "a token past the vocabulary": ("tokens", lambda a: a + 10_000, "token ids"),
     "a negative token": ("tokens", lambda a: a - 100, "token ids"),
     "a block after a later one": ("before", lambda a: mx.concatenate([a[1:], a[:1]]), "integer"),
@@ -181,16 +183,16 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize(("name", "change", "match"), VALUES.values(), ids=VALUES)
-def test_wrong_tokens_are_refused(name, change, match, saved, loaded):
-    arrays, metadata = mx.load(str(saved), format="safetensors", return_metadata=True)
+@pytest.mark.parametrize(("name", "change", "match"), TENSOR_CHANGES.values(), ids=TENSOR_CHANGES)
+def test_wrong_tokens_are_refused(name, change, match, saved_path, loaded):
+    arrays, metadata = mx.load(str(saved_path), format="safetensors", return_metadata=True)
     arrays[name] = change(arrays[name])
     if "twice" in match or "once" in match:
         arrays["before"] = mx.zeros_like(arrays["before"]) - 1
     mx.eval(arrays)
-    mx.save_safetensors(str(saved), arrays, metadata=metadata)
+    mx.save_safetensors(str(saved_path), arrays, metadata=metadata)
     with pytest.raises(GenerationError, match=match):
-        PromptCache.load(saved, loaded("llama"))
+        PromptCache.load(saved_path, loaded("llama"))
 
 
 def test_no_file_and_no_folder_are_said(loaded, tmp_path):
@@ -202,8 +204,8 @@ def test_no_file_and_no_folder_are_said(loaded, tmp_path):
         PromptCache(loaded("llama")).save(tmp_path)
 
 
-def test_a_file_that_cannot_be_written_leaves_the_one_that_is_there(saved, loaded, monkeypatch):
-    before = saved.read_bytes()
+def test_a_file_that_cannot_be_written_leaves_the_one_that_is_there(saved_path, loaded, monkeypatch):
+    before = saved_path.read_bytes()
 
     def failing(path, *args, **more):
         Path(path).write_bytes(b"half")
@@ -211,6 +213,6 @@ def test_a_file_that_cannot_be_written_leaves_the_one_that_is_there(saved, loade
 
     monkeypatch.setattr(mx, "save_safetensors", failing)
     with pytest.raises(GenerationError, match="disk full"):
-        PromptCache(loaded("llama")).save(saved)
-    assert saved.read_bytes() == before
-    assert os.listdir(saved.parent) == [saved.name]
+        PromptCache(loaded("llama")).save(saved_path)
+    assert saved_path.read_bytes() == before
+    assert os.listdir(saved_path.parent) == [saved_path.name]

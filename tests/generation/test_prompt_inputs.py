@@ -10,7 +10,7 @@ import pytest
 from conftest import golden
 
 from mlx_transmuter import generation
-from mlx_transmuter.signature import Signature
+from mlx_transmuter.program.signature import DecoderSignature
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma", "opt", "mistral_genai"])
@@ -21,7 +21,7 @@ def test_one_step_over_padded_rows_gives_the_logits_of_each_text(name, loaded):
     for place, row in enumerate(rows):
         tokens[place, : len(row["prompt"])] = row["prompt"]
     inputs, static = generation.prompt_inputs(model, len(rows), length)
-    given = {Signature.of(model.decoder.program).tokens: mx.array(tokens), **inputs, **static}
+    given = {DecoderSignature.from_program(model.decoder.program).token_input: mx.array(tokens), **inputs, **static}
     logits = np.array(model.decoder(**given)["logits"].astype(mx.float32))
     for place, row in enumerate(rows):
         found = logits[place, len(row["prompt"]) - 1]

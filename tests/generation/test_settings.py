@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
-from fake_runs import model
+from fake_runs import fake_model
 
 from mlx_transmuter import generation
 from mlx_transmuter.generation import SETTINGS, GenerationError, Settings, max_new_tokens
-from mlx_transmuter.generation.settings import settings
+from mlx_transmuter.generation.settings import resolve_settings
 
 
 def test_the_table_and_the_object_name_the_same_settings():
@@ -29,7 +29,7 @@ def test_the_defaults_are_those_of_transformers():
     transformers = pytest.importorskip("transformers")
     config = transformers.GenerationConfig()
     same = ["do_sample", "num_beams", "early_stopping", "length_penalty", "repetition_penalty", "no_repeat_ngram_size"]
-    ours = settings({}, {"do_sample": True})
+    ours = resolve_settings({}, {"do_sample": True})
     for name in (*same[1:], "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
         assert getattr(ours, name) == getattr(config, name), name
     for name in ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"):
@@ -38,22 +38,22 @@ def test_the_defaults_are_those_of_transformers():
 
 def test_options_go_before_the_generation_config_and_none_switches_off():
     config = {"repetition_penalty": 1.2, "min_length": 5, "eos_token_id": [4, 5]}
-    assert settings(config, {}).repetition_penalty == 1.2
-    assert settings(config, {"repetition_penalty": 1.5}).repetition_penalty == 1.5
-    chosen = settings(config, {"repetition_penalty": None, "eos_token_id": None})
+    assert resolve_settings(config, {}).repetition_penalty == 1.2
+    assert resolve_settings(config, {"repetition_penalty": 1.5}).repetition_penalty == 1.5
+    chosen = resolve_settings(config, {"repetition_penalty": None, "eos_token_id": None})
     assert (chosen.repetition_penalty, chosen.min_length, chosen.eos_token_id) == (1.0, 5, ())
-    assert settings({"top_k": None, "do_sample": True}, {}).top_k == 0
-    assert settings({"do_sample": True}, {}).top_k == 50
+    assert resolve_settings({"top_k": None, "do_sample": True}, {}).top_k == 0
+    assert resolve_settings({"do_sample": True}, {}).top_k == 50
 
 
 def test_the_beams_of_the_generation_config_count_unless_asked_otherwise():
-    assert generation.context(model({"num_beams": 4})).settings.num_beams == 4
-    assert generation.context(model({"num_beams": 4}), num_beams=1).settings.num_beams == 1
+    assert generation.context(fake_model({"num_beams": 4})).settings.num_beams == 4
+    assert generation.context(fake_model({"num_beams": 4}), num_beams=1).settings.num_beams == 1
 
 
 @pytest.mark.parametrize("eos", [7, [7], [7, 7]])
 def test_eos_is_an_id_or_a_list(eos):
-    assert settings({}, {"eos_token_id": eos}).eos_token_id == (7,)
+    assert resolve_settings({}, {"eos_token_id": eos}).eos_token_id == (7,)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_eos_is_an_id_or_a_list(eos):
 )
 def test_an_unknown_option_lists_the_near_names(name, near):
     with pytest.raises(GenerationError, match=near) as error:
-        settings({}, {name: 1})
+        resolve_settings({}, {name: 1})
     assert name in str(error.value)
 
 
@@ -78,10 +78,10 @@ def test_unknown_names_of_a_generation_config_are_left_alone():
         "_from_model_config": True,
         "no_timestamps_token_id": 9,
     }
-    assert settings(whisper, {}) == settings({}, {})
+    assert resolve_settings(whisper, {}) == resolve_settings({}, {})
 
 
-NEUTRAL = {
+NEUTRAL_VALUES = {
     "transformers_version": "4.57.6",
     "use_cache": False,
     "cache_implementation": "static",
@@ -94,12 +94,16 @@ NEUTRAL = {
 }
 
 
-@pytest.mark.parametrize("name", NEUTRAL)
+@pytest.mark.parametrize("name", NEUTRAL_VALUES)
 def test_names_that_change_no_token_are_accepted(name):
-    assert settings({name: NEUTRAL[name]}, {}) == settings({}, {name: NEUTRAL[name]}) == settings({}, {})
+    assert (
+        resolve_settings({name: NEUTRAL_VALUES[name]}, {})
+        == resolve_settings({}, {name: NEUTRAL_VALUES[name]})
+        == resolve_settings({}, {})
+    )
 
 
-REFUSED = {
+REFUSED_VALUES = {
     "num_beam_groups": (2, 1),
     "diversity_penalty": (0.5, 0.0),
     "penalty_alpha": (0.6, 0.0),
@@ -120,19 +124,19 @@ REFUSED = {
 
 
 def test_the_refused_names_are_those_of_the_table():
-    assert REFUSED.keys() == {name for name, setting in SETTINGS.items() if setting.status == "refused"}
+    assert REFUSED_VALUES.keys() == {name for name, setting in SETTINGS.items() if setting.status == "refused"}
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REFUSED_VALUES)
 def test_a_setting_that_would_change_the_tokens_is_an_error_by_name(name):
-    value, harmless = REFUSED[name]
+    value, harmless = REFUSED_VALUES[name]
     for where in ({name: value}, {}), ({}, {name: value}):
         with pytest.raises(GenerationError, match=name):
-            settings(*where)
-    assert settings({name: harmless}, {}) == settings({name: None}, {}) == settings({}, {})
+            resolve_settings(*where)
+    assert resolve_settings({name: harmless}, {}) == resolve_settings({name: None}, {}) == resolve_settings({}, {})
 
 
-WRONG = [
+INVALID_VALUES = [
     ("repetition_penalty", 0),
     ("repetition_penalty", -1.0),
     ("encoder_repetition_penalty", 0.0),
@@ -176,7 +180,7 @@ WRONG = [
     ("num_assistant_tokens_schedule", "never"),
     ("assistant_confidence_threshold", 1.5),
 ]
-WRONG_SAMPLING = [
+INVALID_SAMPLING_VALUES = [
     ("temperature", 0.0),
     ("temperature", -1.0),
     ("top_k", -1),
@@ -191,18 +195,18 @@ WRONG_SAMPLING = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), WRONG)
+@pytest.mark.parametrize(("name", "value"), INVALID_VALUES)
 def test_a_value_out_of_range_is_an_error_that_names_it(name, value):
     for where in ({name: value}, {}), ({}, {name: value}):
         with pytest.raises(GenerationError, match=f"setting {name}"):
-            settings(*where)
+            resolve_settings(*where)
 
 
-@pytest.mark.parametrize(("name", "value"), WRONG_SAMPLING)
+@pytest.mark.parametrize(("name", "value"), INVALID_SAMPLING_VALUES)
 def test_settings_of_sampling_are_checked_and_used_only_when_it_samples(name, value):
     with pytest.raises(GenerationError, match=f"setting {name}"):
-        settings({name: value}, {"do_sample": True})
-    assert settings({name: value}, {}) == settings({}, {})
+        resolve_settings({name: value}, {"do_sample": True})
+    assert resolve_settings({name: value}, {}) == resolve_settings({}, {})
 
 
 @pytest.mark.parametrize(
@@ -217,7 +221,7 @@ def test_settings_of_sampling_are_checked_and_used_only_when_it_samples(name, va
 )
 def test_settings_that_cannot_go_together_are_an_error(options):
     with pytest.raises(GenerationError):
-        settings({}, options)
+        resolve_settings({}, options)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +235,7 @@ def test_settings_that_cannot_go_together_are_an_error(options):
     ],
 )
 def test_what_transformers_takes_is_taken(options):
-    generation.compile(generation.context(model(), **options), 1, decoder=_Vocab())
+    generation.compile(generation.context(fake_model(), **options), 1, decoder=_VocabOnlyDecoder())
 
 
 @pytest.mark.parametrize(
@@ -247,11 +251,11 @@ def test_what_transformers_takes_is_taken(options):
 )
 def test_an_id_outside_the_vocabulary_is_an_error_where_transformers_has_one(options):
     with pytest.raises(GenerationError, match="vocabulary"):
-        generation.compile(generation.context(model(), **options), 1, decoder=_Vocab())
+        generation.compile(generation.context(fake_model(), **options), 1, decoder=_VocabOnlyDecoder())
 
 
-class _Vocab:
-    vocab = 16
+class _VocabOnlyDecoder:
+    vocab_size = 16
 
 
 @pytest.mark.parametrize(
@@ -276,7 +280,7 @@ def test_max_new_tokens_follows_the_rule_of_the_pipelines(config, options, promp
 
 def test_an_error_has_its_parts():
     with pytest.raises(GenerationError) as error:
-        settings({}, {"num_beam_groups": 2})
+        resolve_settings({}, {"num_beam_groups": 2})
     assert error.value.where == "setting num_beam_groups"
     assert error.value.found == "2"
     assert "None or 1" in error.value.expected

@@ -10,21 +10,23 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from fake_runs import PROCESSING, VOCAB, compiled, results
+from fake_runs import PROCESSOR_SETTINGS, VOCAB, compile_fake, run_to_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_transmuter import generation
-from mlx_transmuter.generation import GenerationError, Result, speculate
-from mlx_transmuter.generation.guesses import Tree
-from mlx_transmuter.generation.rows import Row
+from mlx_transmuter.generation import GenerationError, GenerationResult
+from mlx_transmuter.generation.drafts import speculative_decoding
+from mlx_transmuter.generation.drafts.draft_tree import DraftTree
+from mlx_transmuter.generation.logits.token_selection import TokenSelection
+from mlx_transmuter.generation.row import Row
 
-EOS = [0, 1]
+EOS_TOKEN_IDS = [0, 1]
 # A text of one token's memory repeats itself soon, one of two tokens' later.
-MEMORY = {"memory": 2}
+SHORT_CONTEXT = {"memory": 2}
 
 
-class Oracle:
+class OracleDrafter:
     """Guesses trees that hold beginnings of the right texts, and wrong tokens at random, in a random order."""
 
     def __init__(self, texts: Mapping[int, list[int]], seed: int):
@@ -33,11 +35,11 @@ class Oracle:
     def propose(self, rows: Mapping[int, Row], most: Mapping[int, int], deepest: Mapping[int, int], *_: Any):
         trees = {}
         for row, text in rows.items():
-            right = self.texts[row][len(text.tokens) :]
-            tree = trees[row] = Tree(text.text[-1])
+            right = self.texts[row][len(text.new_tokens) :]
+            tree = trees[row] = DraftTree(text.sequence[-1])
             for _ in range(self.draw.integers(0, most[row] + 1)):
                 parent = int(self.draw.integers(0, len(tree)))
-                spelled = [tree.tokens[node] for node in tree.path(parent)[1:]]
+                spelled = [tree.tokens[node] for node in tree.path_to(parent)[1:]]
                 if len(spelled) < deepest[row]:
                     follows = (
                         spelled == right[: len(spelled)] and len(spelled) < len(right) and self.draw.random() < 0.8
@@ -49,7 +51,7 @@ class Oracle:
         pass
 
 
-def same(found: list[Result], plain: list[Result]) -> None:
+def assert_same_texts(found: list[GenerationResult], plain: list[GenerationResult]) -> None:
     for one, other in zip(found, plain, strict=True):
         assert [token.id for token in one.tokens] == [token.id for token in other.tokens]
         assert [token.logprob for token in one.tokens] == [token.logprob for token in other.tokens]
@@ -57,7 +59,7 @@ def same(found: list[Result], plain: list[Result]) -> None:
 
 
 OPTIONS = {
-    **PROCESSING,
+    **PROCESSOR_SETTINGS,
     "exponential_decay_length_penalty": st.just((2, 1.4)),
     "prefill_step_size": st.sampled_from([1, 4]),
     "num_assistant_tokens_schedule": st.sampled_from(["constant", "heuristic", "heuristic_transient"]),
@@ -83,16 +85,22 @@ PROMPTS = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=9), min_size=1, 
     positions=st.sampled_from([None, None, 12]),
 )
 def test_whatever_is_guessed_texts_are_those_of_plain_decoding(prompts, options, sampling, most, seed, positions):
-    options = {**options, **(sampling or {}), "max_new_tokens": 11, "eos_token_id": EOS, "token_logprobs": True}
+    options = {
+        **options,
+        **(sampling or {}),
+        "max_new_tokens": 11,
+        "eos_token_id": EOS_TOKEN_IDS,
+        "token_logprobs": True,
+    }
     fake = {"max_positions": positions}
     seeds = [seed + row for row in range(len(prompts))]
-    _, plain = results(compiled(len(prompts), fake=fake, **options), prompts, seeds)
-    gen = compiled(len(prompts), fake=fake, prompt_lookup_num_tokens=most, **options)
+    _, plain = run_to_end(compile_fake(len(prompts), fake=fake, **options), prompts, seeds)
+    gen = compile_fake(len(prompts), fake=fake, prompt_lookup_num_tokens=most, **options)
     texts = {row: [token.id for token in result.tokens] for row, result in enumerate(plain)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculate, "_proposer", lambda group: Oracle(texts, seed))
-        _, found = results(gen, prompts, seeds)
-    same(found, plain)
+        patch.setattr(speculative_decoding, "_make_drafter", lambda group: OracleDrafter(texts, seed))
+        _, found = run_to_end(gen, prompts, seeds)
+    assert_same_texts(found, plain)
 
 
 @settings(max_examples=40)
@@ -104,87 +112,95 @@ def test_whatever_is_guessed_texts_are_those_of_plain_decoding(prompts, options,
     size=st.integers(1, 3),
 )
 def test_prompt_lookup_gives_the_texts_of_plain_decoding(prompts, options, sampling, most, size):
-    options = {**options, **(sampling or {}), "max_new_tokens": 24, "eos_token_id": EOS, "token_logprobs": True}
+    options = {
+        **options,
+        **(sampling or {}),
+        "max_new_tokens": 24,
+        "eos_token_id": EOS_TOKEN_IDS,
+        "token_logprobs": True,
+    }
     seeds = list(range(len(prompts)))
-    _, plain = results(compiled(len(prompts), fake=MEMORY, **options), prompts, seeds)
+    _, plain = run_to_end(compile_fake(len(prompts), fake=SHORT_CONTEXT, **options), prompts, seeds)
     looking = {"prompt_lookup_num_tokens": most, "max_matching_ngram_size": size}
-    _, found = results(compiled(len(prompts), fake=MEMORY, **looking, **options), prompts, seeds)
-    same(found, plain)
+    _, found = run_to_end(compile_fake(len(prompts), fake=SHORT_CONTEXT, **looking, **options), prompts, seeds)
+    assert_same_texts(found, plain)
 
 
 def test_a_text_that_repeats_itself_takes_few_passes_of_few_shapes_and_one_evaluation_each():
     options = {"max_new_tokens": 60, "fake": {"memory": 1}, "prompt_lookup_num_tokens": 7, "token_logprobs": True}
-    gen = compiled(2, **options)
+    gen = compile_fake(2, **options)
     chosen = []
-    path = gen.selection.path
+    path = gen.selection.select_along_tree
 
     def counted(*args):
         packed, state = path(*args)
         chosen.append((packed.dtype, packed.shape[0], packed.shape[2]))
         return packed, state
 
-    gen.selection.path = counted
-    _, found = results(gen, [[3, 4, 5], [6]])
-    (run,) = gen.decoder.runs
-    passes = len(run.drafts)
-    assert len(run.waits) == 2 + 1 + passes  # the prompts' two parts, the first tokens, the passes
-    assert all(run.waits)
+    gen.selection.select_along_tree = counted
+    _, found = run_to_end(gen, [[3, 4, 5], [6]])
+    (run,) = gen.decoder.sessions
+    passes = len(run.draft_sizes)
+    assert len(run.evaluate_waits) == 2 + 1 + passes  # the prompts' two parts, the first tokens, the passes
+    assert all(run.evaluate_waits)
     assert chosen == [(mx.int32, 2, 2)] * passes  # of each pass one array of tokens and log-probabilities
     assert len(run.steps) == 2
-    assert set(run.drafts) <= {1, 2, 4, 8}
+    assert set(run.draft_sizes) <= {1, 2, 4, 8}
     assert passes <= 20
     for result in found:
-        assert result.guesses.passes + result.guesses.kept + 1 == len(result.tokens) == 60
-        assert result.guesses.tokens_per_pass > 3
-        assert result.guesses.proposed >= result.guesses.kept
+        assert result.draft_counts.passes + result.draft_counts.accepted + 1 == len(result.tokens) == 60
+        assert result.draft_counts.tokens_per_pass > 3
+        assert result.draft_counts.proposed >= result.draft_counts.accepted
 
 
 @pytest.mark.usefixtures("compiling")
 def test_the_choice_along_a_tree_is_compiled_once_per_shape(monkeypatch):
     traced = []
-    walk = generation.context.__globals__["Selection"]._walk
+    walk = TokenSelection._select_along_tree
 
     def counted(self, logits, *rest):
         traced.append((logits.shape[1], rest[-1]))
         return walk(self, logits, *rest)
 
-    monkeypatch.setattr(generation.context.__globals__["Selection"], "_walk", counted)
-    gen = compiled(2, fake=MEMORY, max_new_tokens=80, prompt_lookup_num_tokens=7, repetition_penalty=1.01)
+    monkeypatch.setattr(TokenSelection, "_select_along_tree", counted)
+    gen = compile_fake(2, fake=SHORT_CONTEXT, max_new_tokens=80, prompt_lookup_num_tokens=7, repetition_penalty=1.01)
     for _ in range(2):
-        results(gen, [[3, 4, 5], [6]])
-    (_, run) = gen.decoder.runs
-    assert len(run.drafts) > len(traced)
+        run_to_end(gen, [[3, 4, 5], [6]])
+    (_, run) = gen.decoder.sessions
+    assert len(run.draft_sizes) > len(traced)
     assert len(set(traced)) == len(traced) <= 10
 
 
 def test_the_schedule_says_how_many_are_guessed(monkeypatch):
     asked: dict[str, list[int]] = {}
 
-    class Wrong(Oracle):
+    class Wrong(OracleDrafter):
         def __init__(self, schedule, right):
             self.schedule, self.right = schedule, right
 
         def propose(self, rows, most, deepest, *_):
             asked.setdefault(self.schedule, []).append(most[0])
-            tree = Tree(rows[0].text[-1])
-            count, node = len(rows[0].tokens), 0
+            tree = DraftTree(rows[0].sequence[-1])
+            count, node = len(rows[0].new_tokens), 0
             for token in self.right[count : count + min(most[0], deepest[0])]:
                 # The third and fourth pass guess wrong.
                 node = tree.add(node, token if len(asked[self.schedule]) not in (3, 4) else (token + 1) % VOCAB)
             return {0: tree}
 
-    (plain,) = results(compiled(1, max_new_tokens=40), [[3]])[1]
+    (plain,) = run_to_end(compile_fake(1, max_new_tokens=40), [[3]])[1]
     for schedule in ("constant", "heuristic"):
-        gen = compiled(1, max_new_tokens=40, prompt_lookup_num_tokens=4, num_assistant_tokens_schedule=schedule)
+        gen = compile_fake(1, max_new_tokens=40, prompt_lookup_num_tokens=4, num_assistant_tokens_schedule=schedule)
         right = [token.id for token in plain.tokens]
-        monkeypatch.setattr(speculate, "_proposer", lambda group, right=right, name=schedule: Wrong(name, right))
-        same(results(gen, [[3]])[1], [plain])
+        monkeypatch.setattr(
+            speculative_decoding, "_make_drafter", lambda group, right=right, name=schedule: Wrong(name, right)
+        )
+        assert_same_texts(run_to_end(gen, [[3]])[1], [plain])
     assert set(asked["constant"]) == {4}
     assert asked["heuristic"][:7] == [4, 4, 4, 3, 2, 4, 4]
 
 
 def test_steps_are_told_in_order_and_one_token_at_a_time():
-    options = {"max_new_tokens": 30, "eos_token_id": EOS, "token_logprobs": True, "fake": MEMORY}
+    options = {"max_new_tokens": 30, "eos_token_id": EOS_TOKEN_IDS, "token_logprobs": True, "fake": SHORT_CONTEXT}
     prompts = [[3, 4, 5], [6], [], [7, 7]]
     told: list[list[tuple[int, float]]] = [[] for _ in prompts]
     ended = [not prompt for prompt in prompts]
@@ -198,8 +214,10 @@ def test_steps_are_told_in_order_and_one_token_at_a_time():
                 told[row].append((token, logprob))
             ended[row] = bool(event["finished"][row])
 
-    plain = generation.generate(compiled(4, **options), prompts, [0] * 4)
-    found = generation.generate(compiled(4, prompt_lookup_num_tokens=6, **options), prompts, [0] * 4, on_token=heard)
+    plain = generation.generate(compile_fake(4, **options), prompts, [0] * 4)
+    found = generation.generate(
+        compile_fake(4, prompt_lookup_num_tokens=6, **options), prompts, [0] * 4, on_token=heard
+    )
     assert found == plain
     assert told == [[tuple(token) for token in row] for row in plain]
     assert all(ended)
@@ -213,8 +231,8 @@ def test_a_stop_in_the_middle_of_a_kept_path_ends_the_row_there(at):
         heard.append(len(tokens))
         return len(tokens) == at
 
-    gen = compiled(2, fake={"memory": 1}, max_new_tokens=30, prompt_lookup_num_tokens=8)
-    _, (first, second) = results(gen, [[3], [4]], stop=[stop, None])
+    gen = compile_fake(2, fake={"memory": 1}, max_new_tokens=30, prompt_lookup_num_tokens=8)
+    _, (first, second) = run_to_end(gen, [[3], [4]], stop=[stop, None])
     assert (len(first.tokens), first.finish_reason) == (at, "stop")
     assert (len(second.tokens), second.finish_reason) == (30, "length")
     assert heard == list(range(1, at + 1))
@@ -222,8 +240,8 @@ def test_a_stop_in_the_middle_of_a_kept_path_ends_the_row_there(at):
 
 def test_cancelling_ends_the_run_after_the_token_at_hand():
     cancel = threading.Event()
-    gen = compiled(1, fake={"memory": 1}, max_new_tokens=50, prompt_lookup_num_tokens=8)
-    steps = generation.run(gen, [[3]], [0], cancel=cancel)
+    gen = compile_fake(1, fake={"memory": 1}, max_new_tokens=50, prompt_lookup_num_tokens=8)
+    steps = generation.generate_steps(gen, [[3]], [0], cancel_event=cancel)
     for _ in range(20):
         next(steps)
     cancel.set()
@@ -231,29 +249,29 @@ def test_cancelling_ends_the_run_after_the_token_at_hand():
         next(steps)
     (result,) = end.value.value
     assert (len(result.tokens), result.finish_reason) == (20, "cancelled")
-    assert gen.decoder.runs[0].closed
-    gen = compiled(1, max_new_tokens=50, prompt_lookup_num_tokens=8)
-    assert results(gen, [[3]], cancel=cancel)[1][0].tokens == []
+    assert gen.decoder.sessions[0].closed
+    gen = compile_fake(1, max_new_tokens=50, prompt_lookup_num_tokens=8)
+    assert run_to_end(gen, [[3]], cancel_event=cancel)[1][0].tokens == []
 
 
 def test_groups_of_one_length_guess_too():
-    options = {"max_new_tokens": 12, "fake": {"by_length": True, **MEMORY}}
+    options = {"max_new_tokens": 12, "fake": {"by_length": True, **SHORT_CONTEXT}}
     prompts = [[3, 4], [5], [6, 7], []]
-    same(
-        results(compiled(4, prompt_lookup_num_tokens=4, **options), prompts)[1],
-        results(compiled(4, **options), prompts)[1],
+    assert_same_texts(
+        run_to_end(compile_fake(4, prompt_lookup_num_tokens=4, **options), prompts)[1],
+        run_to_end(compile_fake(4, **options), prompts)[1],
     )
 
 
 def test_what_cannot_guess_says_so():
     with pytest.raises(GenerationError, match="num_beams"):
-        compiled(1, num_beams=2, prompt_lookup_num_tokens=4)
+        compile_fake(1, num_beams=2, prompt_lookup_num_tokens=4)
     with pytest.raises(GenerationError, match="prompt_lookup_num_tokens"):
-        compiled(1, prompt_lookup_num_tokens=4, fake={"supports": ("pages",)})
-    gen = compiled(1, prompt_lookup_num_tokens=4)
+        compile_fake(1, prompt_lookup_num_tokens=4, fake={"supports": ("pages",)})
+    gen = compile_fake(1, prompt_lookup_num_tokens=4)
     with pytest.raises(GenerationError, match="position_ids"):
-        generation.run(gen, [[3, 4]], [0], {"position_ids": [[[0, 4]]]})
+        generation.generate_steps(gen, [[3, 4]], [0], {"position_ids": [[[0, 4]]]})
 
 
 def test_without_guesses_there_are_no_numbers_of_them():
-    assert results(compiled(1, max_new_tokens=3), [[3]])[1][0].guesses is None
+    assert run_to_end(compile_fake(1, max_new_tokens=3), [[3]])[1][0].draft_counts is None

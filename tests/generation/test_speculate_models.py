@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_transmuter import generation
-from mlx_transmuter.decoder import Decoder
 from mlx_transmuter.generation import GenerationError
-from mlx_transmuter.module import Module
+from mlx_transmuter.runtime.decoder import Decoder
+from mlx_transmuter.runtime.module import ProgramModule
 
 ARCHITECTURES = [
     "llama",
@@ -45,33 +45,33 @@ OPTIONS = {
 SAMPLING = {"temperature": st.sampled_from([0.05, 0.6]), "top_k": st.sampled_from([0, 4]), "top_p": st.just(0.9)}
 
 
-class Decoders:
+class PoisonedDecoders:
     """One decoder of each model, whose steps stay compiled over the cases, and whose pools begin full of large numbers: what
     no token of a row was written to must not count."""
 
-    made: dict[tuple[str, ...], Decoder] = {}  # noqa: RUF012 shared by all tests of the session
+    decoders: dict[tuple[str, ...], Decoder] = {}  # noqa: RUF012 shared by all tests of the session
 
     @classmethod
     def of(cls, name: str, model: Any, role: str = "model") -> Decoder:
-        if (name, role) not in cls.made:
-            decoder = cls.made[name, role] = Decoder(model.decoder, len(PROMPTS))
-            begin = decoder.begin
-            decoder.begin = lambda *args, **more: _poisoned(begin(*args, **more))  # type: ignore[method-assign]
-        return cls.made[name, role]
+        if (name, role) not in cls.decoders:
+            decoder = cls.decoders[name, role] = Decoder(model.decoder, len(PROMPTS))
+            begin = decoder.begin_session
+            decoder.begin_session = lambda *args, **more: _poison(begin(*args, **more))  # type: ignore[method-assign]
+        return cls.decoders[name, role]
 
 
-def _poisoned(run: Any) -> Any:
+def _poison(run: Any) -> Any:
     run.pools.put([mx.full(pool.shape, 1e4, pool.dtype) for pool in run.pools.take()])
     return run
 
 
-def run(name: str, loaded: Any, assistant: str | None = None, **options: Any) -> list[generation.Result]:
-    made = {"decoder": Decoders.of(name, loaded(name))}
+def generate(name: str, loaded: Any, assistant: str | None = None, **options: Any) -> list[generation.GenerationResult]:
+    made = {"decoder": PoisonedDecoders.of(name, loaded(name))}
     if assistant is not None:
         options["assistant_model"] = replace(loaded(assistant), tokenizer=None)  # its words are others, its ids as many
-        made["assistant"] = Decoders.of(assistant, loaded(assistant), "assistant")
+        made["assistant_decoder"] = PoisonedDecoders.of(assistant, loaded(assistant), "assistant")
     ctx = generation.context(loaded(name), token_logprobs=True, **{"do_sample": False, **options})
-    steps = generation.run(generation.compile(ctx, len(PROMPTS), **made), PROMPTS, SEEDS)
+    steps = generation.generate_steps(generation.compile(ctx, len(PROMPTS), **made), PROMPTS, SEEDS)
     while True:
         try:
             next(steps)
@@ -79,7 +79,7 @@ def run(name: str, loaded: Any, assistant: str | None = None, **options: Any) ->
             return end.value
 
 
-def same(found: list[generation.Result], plain: list[generation.Result]) -> None:
+def assert_same_texts(found: list[generation.GenerationResult], plain: list[generation.GenerationResult]) -> None:
     for one, other in zip(found, plain, strict=True):
         assert [token.id for token in one.tokens] == [token.id for token in other.tokens]
         assert one.finish_reason == other.finish_reason
@@ -97,7 +97,7 @@ def same(found: list[generation.Result], plain: list[generation.Result]) -> None
 def test_texts_are_those_of_plain_decoding(name, loaded, options, sampling, most):
     options = {**options, **(sampling or {}), "max_new_tokens": 16}
     looking = {"prompt_lookup_num_tokens": most, "max_matching_ngram_size": 2}
-    same(run(name, loaded, **looking, **options), run(name, loaded, **options))
+    assert_same_texts(generate(name, loaded, **looking, **options), generate(name, loaded, **options))
 
 
 @pytest.mark.parametrize(("name", "assistant"), [("llama", "mistral"), ("mistral", "llama_q4"), ("gemma2", "gemma2")])
@@ -111,17 +111,17 @@ def test_texts_are_those_of_plain_decoding(name, loaded, options, sampling, most
 def test_texts_with_an_assistant_are_those_of_plain_decoding(name, assistant, loaded, options, sampling, most, sure):
     options = {**options, **(sampling or {}), "max_new_tokens": 16}
     guessing = {"num_assistant_tokens": most, "assistant_confidence_threshold": sure}
-    same(run(name, loaded, assistant, **guessing, **options), run(name, loaded, **options))
+    assert_same_texts(generate(name, loaded, assistant, **guessing, **options), generate(name, loaded, **options))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "bloom", "gpt2"])
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.5}])
 def test_a_model_that_guesses_for_itself_is_right(name, loaded, sampling):
     guessing = {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.0}
-    found = run(name, loaded, name, max_new_tokens=20, eos_token_id=None, **guessing, **sampling)
+    found = generate(name, loaded, name, max_new_tokens=20, eos_token_id=None, **guessing, **sampling)
     for result in found:
         if result.tokens:
-            assert result.guesses == (4, 15, 15)  # 19 tokens after the first: three passes of 5 and one of 4
+            assert result.draft_counts == (4, 15, 15)  # 19 tokens after the first: three passes of 5 and one of 4
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -129,9 +129,9 @@ def test_some_guesses_are_kept(name, loaded):
     """Tokens pushed up make texts that repeat themselves, so that long paths are kept: past the windows too."""
     bias = [[[70 + place, 71 + place], 60.0] for place in range(20)] + [[[90, 70], 60.0]]
     options = {"max_new_tokens": 40, "sequence_bias": bias, "eos_token_id": None}
-    plain, found = run(name, loaded, **options), run(name, loaded, prompt_lookup_num_tokens=5, **options)
-    same(found, plain)
-    assert sum(result.guesses.kept for result in found if result.guesses) > 20
+    plain, found = generate(name, loaded, **options), generate(name, loaded, prompt_lookup_num_tokens=5, **options)
+    assert_same_texts(found, plain)
+    assert sum(result.draft_counts.accepted for result in found if result.draft_counts) > 20
 
 
 def test_a_graph_that_takes_one_token_at_a_time_says_so(loaded):
@@ -151,8 +151,8 @@ def test_prompts_of_other_lengths_share_the_steps(loaded, monkeypatch):
     ctx = generation.context(loaded("llama"), max_new_tokens=30, prompt_lookup_num_tokens=3, eos_token_id=None)
     gen = generation.compile(ctx, 1)
     traced = []
-    call = Module.__call__
-    monkeypatch.setattr(Module, "__call__", lambda self, **feed: traced.append(1) or call(self, **feed))
+    call = ProgramModule.__call__
+    monkeypatch.setattr(ProgramModule, "__call__", lambda self, **feed: traced.append(1) or call(self, **feed))
     counts = []
     for length in (7, 7, 3, 6, 5, 7):
         generation.generate(gen, [([70, 71, 72] * 3)[:length]], [0])
@@ -180,8 +180,8 @@ def test_float16_keeps_what_plain_decoding_chooses_but_for_ties(loaded):
     """Half precision rounds sums of another order otherwise: a text may part from plain decoding's where two tokens are
     within rounding of each other, and nowhere else."""
     options = {"max_new_tokens": 20, "eos_token_id": None}
-    plain = run("llama_fp16", loaded, **options)
-    found = run("llama_fp16", loaded, prompt_lookup_num_tokens=4, **options)
+    plain = generate("llama_fp16", loaded, **options)
+    found = generate("llama_fp16", loaded, prompt_lookup_num_tokens=4, **options)
     for one, other in zip(found, plain, strict=True):
         for a, b in zip(one.tokens, other.tokens, strict=True):
             assert abs(a.logprob - b.logprob) <= 0.02

@@ -16,31 +16,33 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import FIXTURES
-from fake_runs import results
+from fake_runs import run_to_end
 
 from mlx_transmuter import generation
 from mlx_transmuter.generation import SETTINGS
 from mlx_transmuter.generation.batch import Batch
-from mlx_transmuter.generation.group import Group
-from mlx_transmuter.generation.selection import row_keys
+from mlx_transmuter.generation.logits.token_selection import row_random_keys
+from mlx_transmuter.generation.row_group import RowGroup
 
 SWEEPS = {path.name.removesuffix(".json.gz"): path for path in sorted((FIXTURES / "sweep").glob("*.json.gz"))}
-LOGPROB = 1e-4  # of float32 sums in another order; the goldens have five digits
+LOGPROB_TOLERANCE = 1e-4  # of float32 sums in another order; the goldens have five digits
 
 
 def golden(name: str) -> dict[str, Any]:
     return json.loads(gzip.decompress(SWEEPS[name].read_bytes()))
 
 
-class Decoders:
+class DecoderCache:
     """One decoder per number of rows, whose steps stay compiled over the cases."""
 
     def __init__(self, model: Any):
         self.model, self.decoders = model, {}
 
-    def compiled(self, batch: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> generation.Compiled:
+    def compile(
+        self, batch: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> generation.CompiledGeneration:
         ctx = generation.context(self.model, token_logprobs=True, **{"do_sample": False, **options})
-        rows = batch * ctx.settings.width
+        rows = batch * ctx.settings.rows_per_prompt
         with monkeypatch.context() as patch:
             # A choice of its own per case: on a CPU, compiling each costs more than all its steps.
             patch.setattr(mx, "compile", lambda function: function)
@@ -49,13 +51,15 @@ class Decoders:
         return gen
 
 
-def batches(place: int) -> Iterator[slice]:
+def batch_slices(place: int) -> Iterator[slice]:
     """The parts of the five prompts that a case of this place runs as a batch."""
     yield slice(0, 5)
     yield slice(1, 4) if place % 2 else slice(place // 2 % 5, place // 2 % 5 + 1)
 
 
-def wrong(case: dict[str, Any], expected: list[list[list[Any]]], found: list[generation.Result]) -> str | None:
+def describe_difference(
+    case: dict[str, Any], expected: list[list[list[Any]]], found: list[generation.GenerationResult]
+) -> str | None:
     """What differs between the texts of some prompts and their golden rows, a list per prompt; None if nothing does."""
     rows = [row for prompt in expected for row in prompt]
     assert len(rows) == len(found)
@@ -67,7 +71,9 @@ def wrong(case: dict[str, Any], expected: list[list[list[Any]]], found: list[gen
         if result.finish_reason != ("length" if ended is None else "stop"):
             return f"finish_reason {result.finish_reason} under {case['settings']}"
         far = max([abs(token.logprob - want) for token, want in zip(result.tokens, logprobs, strict=True)], default=0)
-        if far > LOGPROB or (score and abs(result.score - score[0]) > LOGPROB * (1 + abs(score[0]))):
+        if far > LOGPROB_TOLERANCE or (
+            score and abs(result.score - score[0]) > LOGPROB_TOLERANCE * (1 + abs(score[0]))
+        ):
             return f"log-probabilities {far} off, score {result.score}, not {score}, under {case['settings']}"
     return None
 
@@ -76,12 +82,12 @@ def wrong(case: dict[str, Any], expected: list[list[list[Any]]], found: list[gen
 @pytest.mark.parametrize("part", ["alone", "together"])
 @pytest.mark.parametrize("name", SWEEPS)
 def test_texts_are_those_of_transformers(name, part, loaded, monkeypatch):
-    data, decoders, failures = golden(name), Decoders(loaded(name)), []
+    data, decoders, failures = golden(name), DecoderCache(loaded(name)), []
     for place, case in enumerate(data[part]):
-        for some in batches(place):
+        for some in batch_slices(place):
             prompts = data["prompts"][some]
-            gen = decoders.compiled(len(prompts), case["settings"], monkeypatch)
-            if problem := wrong(case, case["rows"][some], results(gen, prompts)[1]):
+            gen = decoders.compile(len(prompts), case["settings"], monkeypatch)
+            if problem := describe_difference(case, case["rows"][some], run_to_end(gen, prompts)[1]):
                 failures.append(f"case {place}, prompts {some.start} to {some.stop}: {problem}")
     assert not failures, f"{len(failures)} of {len(data[part])}:\n" + "\n".join(failures[:10])
 
@@ -106,15 +112,15 @@ def test_the_scores_that_sampling_draws_from_are_those_of_transformers(name, loa
             )
 
 
-def first_scores(gen: generation.Compiled, prompts: list[list[int]]) -> np.ndarray:
+def first_scores(gen: generation.CompiledGeneration, prompts: list[list[int]]) -> np.ndarray:
     """The processed scores [prompts, vocab] of the first new token."""
-    group = Group(Batch(gen, prompts, [0] * len(prompts), {}), range(len(prompts)))
+    group = RowGroup(Batch(gen, prompts, [0] * len(prompts), {}), range(len(prompts)))
     logits = group.prefill()
     assert logits is not None
-    state, fixed = group.state(row_keys([0] * len(prompts), 1))
-    given = group.host.arrays([list(prompt) for prompt in prompts])
-    found = np.array(gen.selection.processed(logits.astype(mx.float32), state, fixed | given))
-    group.run.close()
+    state, fixed = group.initial_state(row_random_keys([0] * len(prompts), 1))
+    given = group.host_inputs.arrays_for([list(prompt) for prompt in prompts])
+    found = np.array(gen.selection.process_scores(logits.astype(mx.float32), state, fixed | given))
+    group.session.close()
     return found
 
 
@@ -127,4 +133,4 @@ def test_every_setting_changes_a_golden():
         changed |= {case["alone"] for case in data["alone"] if "alone" in case}
         plain = next(case["scores"] for case in data["sampled"] if case["settings"] == {"do_sample": True})
         changed |= {key for case in data["sampled"] if case["scores"] != plain for key in case["settings"]}
-    assert {name for name, setting in SETTINGS.items() if setting.golden} == changed
+    assert {name for name, setting in SETTINGS.items() if setting.has_goldens} == changed

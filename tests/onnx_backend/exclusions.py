@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from converters.errors import ConvertError
+from mlx_transmuter.converters.errors import ConvertError
 from mlx_transmuter.ops import OperatorError
 
 

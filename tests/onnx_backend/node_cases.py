@@ -20,10 +20,10 @@ from onnx.backend.test.case import node as node_module
 from onnx.backend.test.case.test_case import TestCase
 from onnx.backend.test.loader import load_model_tests
 
-from converters.read import read
-from mlx_transmuter import ops, weights
-from mlx_transmuter.model import PROGRAM, load_module
-from mlx_transmuter.program import Node, Program
+from mlx_transmuter import ops
+from mlx_transmuter.converters.onnx_reader.reader import read_onnx
+from mlx_transmuter.model import PROGRAM_FILE, load_module
+from mlx_transmuter.program import Node, Program, weights
 
 # Shapes of values are known whatever their elements are, so what they are read from need not be on the host.
 _SHAPES = ("Shape-", "Size-", "SequenceLength-", "OptionalHasElement-")
@@ -56,11 +56,11 @@ def run(case: TestCase, folder: Path) -> None:
     """Raises AssertionError where a result differs from what the case expects, and what conversion and module raise."""
     assert case.model is not None
     assert case.data_sets is not None
-    program = read(case.model)
+    program = read_onnx(case.model)
     weights.save(
-        folder, [(name, 0, lambda data=data: ops.to_device(data.read())) for name, data in program.arrays.items()]
+        folder, [(name, 0, lambda data=data: ops.to_device(data.read())) for name, data in program.tensors.items()]
     )
-    program.save(folder / PROGRAM)
+    program.save(folder / PROGRAM_FILE)
     module = load_module(folder)
     shaping = _shaping(module.program)
     for inputs, expected in case.data_sets:
@@ -80,14 +80,14 @@ def _shaping(program: Program) -> set[str]:
 
     def visit(nodes: list[Node]) -> None:
         for node in reversed(nodes):
-            for branch in node.branches():
+            for branch in node.subprograms():
                 visit(branch.nodes)
             operator = ops.OPERATORS[node.op]
             for i, name in enumerate(node.inputs):
-                if i in operator.host if i < len(operator.inputs) else operator.host_variadic:
+                if i in operator.host_inputs if i < len(operator.input_names) else operator.host_variadic_inputs:
                     found.add(name)
             if not found.isdisjoint(node.outputs) and not node.op.startswith(_SHAPES):
-                found.update(node.reads())
+                found.update(node.all_inputs())
 
     visit(program.nodes)
     return found
@@ -109,7 +109,7 @@ def _given(value: Any, hosted: bool) -> Any:
     array = _array(value)
     if isinstance(array, list):
         return [_given(item, hosted) for item in array]
-    if hosted or array is None or ops.TYPES[ops.CODES.get(array.dtype.name, 8)][1] is None:
+    if hosted or array is None or ops.ELEMENT_TYPES[ops.ELEMENT_TYPE_CODES.get(array.dtype.name, 8)][1] is None:
         return array
     return ops.to_device(array)
 

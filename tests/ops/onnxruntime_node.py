@@ -4,17 +4,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_transmuter.module import Module
-from mlx_transmuter.ops import OPERATORS, form, to_device, to_host
+from mlx_transmuter.ops import OPERATORS, resolve_operator, to_device, to_host
 from mlx_transmuter.program import Node, Program, Value
+from mlx_transmuter.runtime.module import ProgramModule
 
 ort = pytest.importorskip("onnxruntime")
 onnx = pytest.importorskip("onnx")
 
-DOMAIN = "com.microsoft"
+CONTRIB_DOMAIN = "com.microsoft"
 
 
-def expected(op_type, inputs, attrs, outputs, domain=DOMAIN, opset=21, types=None, output_types=None):
+def onnxruntime_outputs(
+    op_type, inputs, attrs, outputs, domain=CONTRIB_DOMAIN, opset=21, input_types=None, output_types=None
+):
     """onnxruntime's outputs (None for those not asked for), graph optimisation off.
 
     inputs: arrays, or None for one left out; outputs: names, "" for one left out; types: ONNX element types of inputs
@@ -25,8 +27,8 @@ def expected(op_type, inputs, attrs, outputs, domain=DOMAIN, opset=21, types=Non
     for i, array in enumerate(inputs):
         names.append("" if array is None else f"x{i}")
         if array is not None:
-            kind = (types or {}).get(i) or helper.np_dtype_to_tensor_dtype(array.dtype)
-            if (types or {}).get(i):  # onnxruntime's Python cannot be fed these: they go in as initialisers
+            kind = (input_types or {}).get(i) or helper.np_dtype_to_tensor_dtype(array.dtype)
+            if (input_types or {}).get(i):  # onnxruntime's Python cannot be fed these: they go in as initialisers
                 values.append(helper.make_tensor(f"x{i}", kind, array.shape, array.ravel()))
             else:
                 values.append(helper.make_tensor_value_info(f"x{i}", kind, array.shape))
@@ -46,7 +48,7 @@ def expected(op_type, inputs, attrs, outputs, domain=DOMAIN, opset=21, types=Non
         results,
         [v for v in values if isinstance(v, onnx.TensorProto)],
     )
-    imports = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)]
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid(CONTRIB_DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=imports, ir_version=10)
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
@@ -56,18 +58,18 @@ def expected(op_type, inputs, attrs, outputs, domain=DOMAIN, opset=21, types=Non
     return [next(found) if name else None for name in outputs]
 
 
-def found(op_type, inputs, attrs, outputs, domain=DOMAIN, opset=21, host=()):
+def module_outputs(op_type, inputs, attrs, outputs, domain=CONTRIB_DOMAIN, opset=21, host_inputs=()):
     """Our outputs, as numpy, in the order of outputs. Inputs numbered in host are constants, the others device values.
 
     The module is also traced as a compiled step traces it, so that no operator may look at a device value.
     """
     kind = op_type if domain == "ai.onnx" else f"{domain}.{op_type}"
-    name = form(kind, opset if domain == "ai.onnx" else 1)
+    name = resolve_operator(kind, opset if domain == "ai.onnx" else 1)
     assert name is not None, f"{kind} is not declared"
-    host = set(host) | set(OPERATORS[name].host)
+    host_inputs = set(host_inputs) | set(OPERATORS[name].host_inputs)
     names = tuple("" if array is None else f"x{i}" for i, array in enumerate(inputs))
     arrays = {names[i]: array for i, array in enumerate(inputs) if array is not None}
-    constants = {names[i]: arrays[names[i]] for i in host if i < len(names) and names[i]}
+    constants = {names[i]: arrays[names[i]] for i in host_inputs if i < len(names) and names[i]}
     given = {key: to_device(array) for key, array in arrays.items() if key not in constants}
     program = Program(
         inputs=tuple(Value(key, "float32", None) for key in given),
@@ -75,7 +77,7 @@ def found(op_type, inputs, attrs, outputs, domain=DOMAIN, opset=21, host=()):
         nodes=[Node(name, names, tuple(outputs), attrs)],
         constants=constants,
     )
-    module = Module(program, {})
+    module = ProgramModule(program, {})
     results = module(**given)
     mx.enable_compile()
     try:  # traced and never run: that would build kernels
@@ -88,38 +90,40 @@ def found(op_type, inputs, attrs, outputs, domain=DOMAIN, opset=21, host=()):
     return [to_host(results[key]) if key else None for key in outputs]
 
 
-def check(
+def assert_matches_onnxruntime(
     op_type,
     inputs,
     attrs=None,
     outputs=("y",),
     *,
     tolerance=1e-5,
-    domain=DOMAIN,
+    domain=CONTRIB_DOMAIN,
     opset=21,
-    host=(),
-    types=None,
+    host_inputs=(),
+    input_types=None,
     output_types=None,
 ):
     """Asserts that the outputs agree: in shape, type and, within tolerance times their spread, value (0: exactly)."""
-    truth = expected(op_type, inputs, attrs or {}, outputs, domain, opset, types, output_types)
-    ours = found(op_type, inputs, attrs or {}, outputs, domain, opset, host)
+    truth = onnxruntime_outputs(op_type, inputs, attrs or {}, outputs, domain, opset, input_types, output_types)
+    ours = module_outputs(op_type, inputs, attrs or {}, outputs, domain, opset, host_inputs)
     for name, a, b in zip(outputs, truth, ours, strict=True):
         if name:
-            agree(a, b, tolerance, name)
+            assert_outputs_close(a, b, tolerance, name)
 
 
-def agree(truth, ours, tolerance, name="y"):
+def assert_outputs_close(expected, actual, tolerance, name="y"):
     """Asserts that ours has truth's shape, type and values within tolerance times the spread of truth (0: exactly)."""
-    assert ours.shape == truth.shape, f"{name}: {ours.shape} for {truth.shape}"
-    assert ours.dtype == truth.dtype or (ours.dtype, truth.dtype) in NARROWED, f"{name}: {ours.dtype} for {truth.dtype}"
-    if not tolerance or truth.dtype.kind in "biu":
-        np.testing.assert_array_equal(ours, truth, err_msg=name)
+    assert actual.shape == expected.shape, f"{name}: {actual.shape} for {expected.shape}"
+    assert actual.dtype == expected.dtype or (actual.dtype, expected.dtype) in NARROWED_DTYPES, (
+        f"{name}: {actual.dtype} for {expected.dtype}"
+    )
+    if not tolerance or expected.dtype.kind in "biu":
+        np.testing.assert_array_equal(actual, expected, err_msg=name)
         return
-    spread = float(np.max(np.abs(truth.astype(np.float64)), initial=0.0))
+    spread = float(np.max(np.abs(expected.astype(np.float64)), initial=0.0))
     np.testing.assert_allclose(
-        ours.astype(np.float64), truth.astype(np.float64), rtol=0, atol=tolerance * max(spread, 1e-6), err_msg=name
+        actual.astype(np.float64), expected.astype(np.float64), rtol=0, atol=tolerance * max(spread, 1e-6), err_msg=name
     )
 
 
-NARROWED = {(np.dtype(np.int32), np.dtype(np.int64)), (np.dtype(np.float32), np.dtype(np.float64))}
+NARROWED_DTYPES = {(np.dtype(np.int32), np.dtype(np.int64)), (np.dtype(np.float32), np.dtype(np.float64))}

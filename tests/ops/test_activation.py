@@ -4,11 +4,11 @@ from math import erf
 
 import numpy as np
 import pytest
-from numpy_node import same
-from onnxruntime_node import check
+from numpy_node import assert_node_gives
+from onnxruntime_node import assert_matches_onnxruntime
 
 X = np.concatenate([np.linspace(-6, 6, 41), [-60, -20, -1e-4, 0, 1e-4, 20, 60]]).astype(np.float32)
-INSIDE = np.linspace(-0.99, 0.99, 33).astype(np.float32)
+UNIT_INTERVAL = np.linspace(-0.99, 0.99, 33).astype(np.float32)
 
 
 @pytest.mark.parametrize(
@@ -41,29 +41,33 @@ INSIDE = np.linspace(-0.99, 0.99, 33).astype(np.float32)
     ],
 )
 def test_everywhere(kind, attrs):
-    check(kind, [X], attrs, domain="ai.onnx", tolerance=2e-6)
+    assert_matches_onnxruntime(kind, [X], attrs, domain="ai.onnx", tolerance=2e-6)
 
 
 @pytest.mark.parametrize("kind", ["Asin", "Acos", "Atanh", "Tan", "Sinh", "Cosh", "Exp"])
 def test_inside_their_range(kind):
-    check(kind, [INSIDE], {}, domain="ai.onnx", tolerance=2e-6)
+    assert_matches_onnxruntime(kind, [UNIT_INTERVAL], {}, domain="ai.onnx", tolerance=2e-6)
 
 
 @pytest.mark.parametrize("kind", ["Log", "Sqrt", "Reciprocal", "Acosh"])
 def test_of_positive_numbers(kind):
-    check(kind, [np.linspace(1.1, 50, 33).astype(np.float32)], {}, domain="ai.onnx", tolerance=2e-6)
+    assert_matches_onnxruntime(
+        kind, [np.linspace(1.1, 50, 33).astype(np.float32)], {}, domain="ai.onnx", tolerance=2e-6
+    )
 
 
 def test_slopes_broadcast():
     x = X[:24].reshape(2, 3, 4)
-    check("PRelu", [x, np.array([[0.1], [0.2], [-0.3]], np.float32)], {}, domain="ai.onnx")
+    assert_matches_onnxruntime("PRelu", [x, np.array([[0.1], [0.2], [-0.3]], np.float32)], {}, domain="ai.onnx")
 
 
 def test_gates():
     x, gate = X[:20], X[20:40]
     sigmoid = 1 / (1 + np.exp(-1.5 * gate.astype(np.float64)))
-    same("Swish", [gate], (gate * sigmoid).astype(np.float32), {"alpha": 1.5}, opset=24, tolerance=1e-6)
-    same("SwiGLU", [gate, x], (gate * sigmoid * x).astype(np.float32), {"alpha": 1.5}, opset=28, tolerance=1e-6)
+    assert_node_gives("Swish", [gate], (gate * sigmoid).astype(np.float32), {"alpha": 1.5}, opset=24, tolerance=1e-6)
+    assert_node_gives(
+        "SwiGLU", [gate, x], (gate * sigmoid * x).astype(np.float32), {"alpha": 1.5}, opset=28, tolerance=1e-6
+    )
 
 
 @pytest.mark.parametrize("kind", ["Sigmoid", "Tanh", "Gelu", "Softplus", "Erf", "Elu", "Mish", "HardSwish", "Shrink"])
@@ -84,4 +88,4 @@ def test_halves_keep_their_type(kind):
         "HardSwish": wide * np.clip(wide / 6 + 0.5, 0, 1),
         "Shrink": np.where(np.abs(wide) > 0.5, wide, 0),
     }
-    same(kind, [x], truths[kind].astype(np.float16), tolerance=2e-3)
+    assert_node_gives(kind, [x], truths[kind].astype(np.float16), tolerance=2e-3)

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy_node import run
+from numpy_node import run_node
 
-some = settings(max_examples=80, derandomize=True)
+SETTINGS = settings(max_examples=80, derandomize=True)
 
 
-def brute(q, k, v, bias, scale, softcap):
+def brute_force_attention(q, k, v, bias, scale, softcap):
     """One query and one column at a time, float64; bias [batch, heads, queries, columns], -inf where nothing is seen."""
     batch, heads, queries, _ = q.shape
     group = heads // k.shape[1]
@@ -26,7 +26,7 @@ def brute(q, k, v, bias, scale, softcap):
 
 
 @st.composite
-def cases(draw):
+def attention_cases(draw):
     batch, kv, group, dim = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2)), 4
     queries, past = draw(st.integers(1, 4)), draw(st.integers(0, 3))
     cache = draw(st.sampled_from(["none", "past", "filled"]))
@@ -84,28 +84,30 @@ def cases(draw):
     return inputs, attrs, bias
 
 
-NAMES = ("q", "k", "v", "mask", "past_key", "past_value", "nonpad_kv_seqlen")
+INPUT_NAMES = ("q", "k", "v", "mask", "past_key", "past_value", "nonpad_kv_seqlen")
 
 
-@some
-@given(cases())
+@SETTINGS
+@given(attention_cases())
 def test_attention(case):
     inputs, attrs, bias = case
     k, v = inputs["k"], inputs["v"]
     if "past_key" in inputs:
         k, v = (np.concatenate([inputs[past], new], axis=2) for past, new in (("past_key", k), ("past_value", v)))
-    truth = brute(inputs["q"].astype(np.float64), k, v, bias, attrs.get("scale", 0.5), attrs.get("softcap", 0))
-    given = [inputs.get(name) for name in NAMES]
+    truth = brute_force_attention(
+        inputs["q"].astype(np.float64), k, v, bias, attrs.get("scale", 0.5), attrs.get("softcap", 0)
+    )
+    given = [inputs.get(name) for name in INPUT_NAMES]
     while given[-1] is None:
         given.pop()
-    y, present_key, present_value = run("Attention", given, attrs, ("y", "present_key", "present_value"), opset=25)
+    y, present_key, present_value = run_node("Attention", given, attrs, ("y", "present_key", "present_value"), opset=25)
     np.testing.assert_allclose(y, truth, atol=2e-6, rtol=1e-5)
     np.testing.assert_array_equal(present_key, k)
     np.testing.assert_array_equal(present_value, v)
     # Three axes hold the same numbers, heads beside one another.
     flat = [x if i > 2 else x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1) for i, x in enumerate(given)]
     heads = {"q_num_heads": inputs["q"].shape[1], "kv_num_heads": inputs["k"].shape[1]}
-    (joined,) = run("Attention", flat, attrs | heads, opset=25)
+    (joined,) = run_node("Attention", flat, attrs | heads, opset=25)
     np.testing.assert_allclose(joined, truth.swapaxes(1, 2).reshape(joined.shape), atol=2e-6, rtol=1e-5)
 
 
@@ -116,7 +118,7 @@ def test_scores_that_are_shown(mode):
     mask = np.array([[True, False, True], [False, False, False], [True, True, True]])
     names = ("y", "key", "value", "scores")
     attrs = {"qk_matmul_output_mode": mode, "softcap": 2.0}
-    y, _, _, scores = run("Attention", [q, k, v, mask], attrs, names, opset=24)
+    y, _, _, scores = run_node("Attention", [q, k, v, mask], attrs, names, opset=24)
     raw = q.astype(np.float64) @ k.swapaxes(-1, -2) / 2
     capped = 2 * np.tanh(raw / 2)
     masked = np.where(mask, capped, -np.inf)
@@ -145,7 +147,7 @@ def test_rotary_positions(interleaved, part, by_position):
     caches = [f(angles if by_position else angles[positions]).astype(np.float32) for f in (np.cos, np.sin)]
     rest = [positions.astype(np.int64)] if by_position else []
     attrs = {"interleaved": interleaved, "rotary_embedding_dim": part}
-    np.testing.assert_allclose(run("RotaryEmbedding", [x, *caches, *rest], attrs)[0], truth, atol=1e-6)
+    np.testing.assert_allclose(run_node("RotaryEmbedding", [x, *caches, *rest], attrs)[0], truth, atol=1e-6)
     flat = x.swapaxes(1, 2).reshape(2, 5, 18)
-    (y,) = run("RotaryEmbedding", [flat, *caches, *rest], attrs | {"num_heads": 3})
+    (y,) = run_node("RotaryEmbedding", [flat, *caches, *rest], attrs | {"num_heads": 3})
     np.testing.assert_allclose(y, truth.swapaxes(1, 2).reshape(2, 5, 18), atol=1e-6)

@@ -11,14 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_rows import unpacked
 
-from mlx_transmuter.cache import CacheIndex, PackedPool, Packing
-from mlx_transmuter.ops import cached
-from mlx_transmuter.ops.cached import alibi, attention, last, positions, visible
+from mlx_transmuter.cache import CacheIndex, QuantizedFormat, QuantizedPool
+from mlx_transmuter.ops.mlx import pooled_attention
+from mlx_transmuter.ops.mlx.pooled_attention import (
+    add_alibi_bias,
+    attend_over_pools,
+    take_tokens,
+    token_positions,
+    visibility_mask,
+)
 
 HEADS, KV, DIM = 4, 2, 8
 
 
-def plain(q, k, v, at, scale, window=0, softcap=0.0, slopes=None, sinks=None):
+def numpy_attention(q, k, v, at, scale, window=0, softcap=0.0, slopes=None, sinks=None):
     """The output [heads, dim] of one token at position `at` over k, v [kv, length, dim]."""
     out = np.zeros((HEADS, DIM))
     for head in range(HEADS):
@@ -36,9 +42,9 @@ def plain(q, k, v, at, scale, window=0, softcap=0.0, slopes=None, sinks=None):
 
 
 @pytest.fixture(params=[False, True], ids=["written out", "mx.fast"], autouse=True)
-def kernel(request):
+def both_attention_paths(request):
     """Both ways of attention: mx.fast's, which the CPU backend computes too, and the one that the CPU takes."""
-    with mock.patch.object(cached, "_has_kernel", return_value=request.param):
+    with mock.patch.object(pooled_attention, "_has_attention_kernel", return_value=request.param):
         yield
 
 
@@ -64,9 +70,9 @@ def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
     vectors, held = (KV, "kv") if kept == "two pools" else (2 * KV, "k")
     pools = [mx.zeros((vectors * rows * capacity + spare, DIM)) for _ in held]
     bits = data.draw(st.sampled_from([None, 4, 8]), label="bits")
-    packing = bits and Packing.of(bits, 32, DIM, mx.float32)
+    packing = bits and QuantizedFormat.choose(bits, 32, DIM, mx.float32)
     if packing:
-        pools = [PackedPool(mx.zeros((pool.shape[0], packing.width), mx.uint32), packing) for pool in pools]
+        pools = [QuantizedPool(mx.zeros((pool.shape[0], packing.width), mx.uint32), packing) for pool in pools]
     history = [(np.zeros((KV, 0, DIM)), np.zeros((KV, 0, DIM))) for _ in range(rows)]
     lengths = np.zeros(rows, np.int32)
     scale = 0.4
@@ -75,22 +81,26 @@ def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
         q = draw.normal(size=(rows, HEADS, part, DIM)).astype(np.float32)
         k, v = (draw.normal(size=(rows, KV, part, DIM)).astype(np.float32) for _ in "kv")
         pos = np.where(np.arange(part) < new[:, None], lengths[:, None] + np.arange(part), -1).astype(np.int32)
-        index = CacheIndex.make(pos, table) if paged else CacheIndex.rows(capacity, [0] * rows).narrow(24).at(pos)
-        seen = visible(index, window=window)
+        index = (
+            CacheIndex.make(pos, table)
+            if paged
+            else CacheIndex.rows(capacity, [0] * rows).limit_context(24).with_positions(pos)
+        )
+        seen = visibility_mask(index, window=window)
         if slopes is not None:
-            seen = alibi(index, seen, slopes=slopes)
-        lanes = index.heads(KV, block)
-        lanes = lanes if kept == "two pools" else lanes.twice(KV * rows * capacity)
-        lanes = lanes.spare(vectors * rows * capacity) if spare else lanes
+            seen = add_alibi_bias(index, seen, slopes=slopes)
+        lanes = index.for_heads(KV, block)
+        lanes = lanes if kept == "two pools" else lanes.for_key_value_pool(KV * rows * capacity)
+        lanes = lanes.with_spare_row(vectors * rows * capacity) if spare else lanes
         given = pools if len(pools) == 2 else [pools[0], None]
         sunk_ = () if sinks is None else (mx.array(sinks),)
         joined = [mx.array(np.concatenate([k, v], axis=1)), None]
         new_ = joined if kept == "one pool of one tensor" else [mx.array(k), mx.array(v)]
-        out, *pools = attention(mx.array(q), *new_, *given, lanes, seen, *sunk_, scale=scale, softcap=softcap)
+        out, *pools = attend_over_pools(mx.array(q), *new_, *given, lanes, seen, *sunk_, scale=scale, softcap=softcap)
         out = np.array(out)
         if packing:  # what is seen is what the pools can hold, the call's own tokens included
-            k, v = (unpacked(np.array(packing.pack(mx.array(x))), bits, 32, DIM, np.float32) for x in (k, v))
-        assert np.array_equal(np.array(positions(index)), np.maximum(pos, 0))
+            k, v = (unpacked(np.array(packing.quantize(mx.array(x))), bits, 32, DIM, np.float32) for x in (k, v))
+        assert np.array_equal(np.array(token_positions(index)), np.maximum(pos, 0))
         for row in range(rows):
             held = [
                 np.concatenate([old, x[row, :, : new[row]]], axis=1)
@@ -99,7 +109,7 @@ def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
             history[row] = (held[0], held[1])
             for i in range(new[row]):
                 at = int(lengths[row]) + i
-                want = plain(q[row, :, i], *history[row], at, scale, window, softcap, slopes, sinks)
+                want = numpy_attention(q[row, :, i], *history[row], at, scale, window, softcap, slopes, sinks)
                 np.testing.assert_allclose(out[row, :, i], want, rtol=2e-5, atol=2e-5)
             assert np.isfinite(out[row]).all()  # a padding token's output is unspecified, but never NaN
         lengths = lengths + new
@@ -111,17 +121,17 @@ def test_queries_may_come_with_rows_and_heads_on_one_axis():
     k, v = (mx.array(draw.normal(size=(2, KV, 3, DIM)), mx.float32) for _ in "kv")
     index = CacheIndex.rows(4, [3, 3])
     pools = [mx.zeros((KV * 8, DIM)) for _ in "kv"]
-    args = (k, v, *pools, index.heads(KV, 4), visible(index))
-    flat = attention(q, *args, scale=1.0)[0]
-    full = attention(q.reshape(2, HEADS, 3, DIM), *args, scale=1.0)[0]
+    args = (k, v, *pools, index.for_heads(KV, 4), visibility_mask(index))
+    flat = attend_over_pools(q, *args, scale=1.0)[0]
+    full = attend_over_pools(q.reshape(2, HEADS, 3, DIM), *args, scale=1.0)[0]
     assert flat.shape == (2 * HEADS, 3, DIM)
     assert np.array_equal(np.array(flat), np.array(full).reshape(2 * HEADS, 3, DIM))
 
 
 def test_last_takes_the_tokens_that_ends_names():
     x = mx.arange(2 * 3 * 2).reshape(2, 3, 2).astype(mx.float32)
-    assert np.array_equal(np.array(last(x, mx.array([[2], [0]]))), [[[4, 5]], [[6, 7]]])
-    assert np.array_equal(np.array(last(x, mx.array([[0, 2], [1, 1]]))), [[[0, 1], [4, 5]], [[8, 9], [8, 9]]])
+    assert np.array_equal(np.array(take_tokens(x, mx.array([[2], [0]]))), [[[4, 5]], [[6, 7]]])
+    assert np.array_equal(np.array(take_tokens(x, mx.array([[0, 2], [1, 1]]))), [[[0, 1], [4, 5]], [[8, 9], [8, 9]]])
 
 
 @pytest.mark.parametrize("merge", [0, 1])
@@ -137,9 +147,9 @@ def test_few_and_many_queries_over_many_columns(context, seq, merge):
     new = [draw.normal(size=(rows, KV, seq, DIM)).astype(np.float32) for _ in "kv"]
     lengths = np.array([context - seq, 300])
     pos = (lengths[:, None] + np.arange(seq)).astype(np.int32)
-    index = CacheIndex.rows(block, [0] * rows).narrow(context).at(pos)
-    out, *_ = attention(
-        *map(mx.array, (q, *new)), *pools, index.heads(KV, block), visible(index), scale=0.4, merge=merge
+    index = CacheIndex.rows(block, [0] * rows).limit_context(context).with_positions(pos)
+    out, *_ = attend_over_pools(
+        *map(mx.array, (q, *new)), *pools, index.for_heads(KV, block), visibility_mask(index), scale=0.4, merge=merge
     )
     out = np.array(out)
     assert out.shape == ((rows, seq, HEADS * DIM) if merge else (rows, HEADS, seq, DIM))
@@ -147,7 +157,7 @@ def test_few_and_many_queries_over_many_columns(context, seq, merge):
     for row in range(rows):
         k, v = (np.concatenate([x[row, :, : lengths[row]], y[row]], axis=1) for x, y in zip(held, new, strict=True))
         for i in range(seq):
-            want = plain(q[row, :, i], k, v, pos[row, i], 0.4)
+            want = numpy_attention(q[row, :, i], k, v, pos[row, i], 0.4)
             np.testing.assert_allclose(out[row, i], want, rtol=2e-5, atol=2e-5)
 
 
@@ -159,8 +169,10 @@ def test_scores_beyond_a_half_type_before_they_are_scaled():
     scale = 1e-4
     index = CacheIndex.rows(4, [3])
     pools = [mx.zeros((KV * 4, DIM), mx.float16) for _ in "kv"]
-    out, *_ = attention(*map(mx.array, (q, k, v)), *pools, index.heads(KV, 4), visible(index), scale=scale)
+    out, *_ = attend_over_pools(
+        *map(mx.array, (q, k, v)), *pools, index.for_heads(KV, 4), visibility_mask(index), scale=scale
+    )
     assert np.abs(q.astype(np.float32) @ k.astype(np.float32).repeat(HEADS // KV, 1).swapaxes(2, 3)).max() > 65504
     for i in range(3):
-        want = plain(*(x.astype(np.float64) for x in (q[0, :, i], k[0], v[0])), i, scale)
+        want = numpy_attention(*(x.astype(np.float64) for x in (q[0, :, i], k[0], v[0])), i, scale)
         np.testing.assert_allclose(np.array(out[0, :, i]), want, atol=2e-2)

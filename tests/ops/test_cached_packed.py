@@ -12,23 +12,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_rows import unpacked
 
-from mlx_transmuter.cache import CacheIndex, PackedPool, Packing
-from mlx_transmuter.decoder import Decoder
-from mlx_transmuter.ops import cached
-from mlx_transmuter.ops.cached import alibi, attention, visible
-from mlx_transmuter.ops.cached_packed import MOST_TOKENS, mixed_packed, scores_packed
+from mlx_transmuter.cache import CacheIndex, QuantizedFormat, QuantizedPool
+from mlx_transmuter.ops.mlx import pooled_attention
+from mlx_transmuter.ops.mlx.pooled_attention import add_alibi_bias, attend_over_pools, visibility_mask
+from mlx_transmuter.ops.mlx.quantized_pool_products import (
+    MAX_TOKENS_WITHOUT_DEQUANTIZING,
+    quantized_scores,
+    quantized_weighted_sum,
+)
+from mlx_transmuter.runtime.decoder import Decoder
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 # Of sums of up to 256 products of the type. MLX's CPU backend adds float16 up in float16.
-NEAR = {mx.float32: 1e-5, mx.float16: 3e-2, mx.bfloat16: 3e-2}
+TOLERANCES = {mx.float32: 1e-5, mx.float16: 3e-2, mx.bfloat16: 3e-2}
 
 
-def drawn(draw: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+def random_array(draw: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     return mx.array(draw.normal(size=shape).astype(np.float32)).astype(dtype)
 
 
-def forced(packed: bool):
-    return mock.patch.object(cached, "_multiplies_packed", return_value=packed)
+def force_quantized_products(packed: bool):
+    return mock.patch.object(pooled_attention, "_multiplies_quantized", return_value=packed)
 
 
 @settings(max_examples=120)
@@ -39,27 +43,27 @@ def test_the_products_are_those_of_what_the_rows_say(data, bits, group_size):
     dtype = data.draw(st.sampled_from(DTYPES), label="dtype")
     lanes, queries, context = (data.draw(st.integers(1, n), label="sizes") for n in (4, 9, 70))
     draw = np.random.default_rng(data.draw(st.integers(0, 2**16), label="seed"))
-    packing = Packing.of(bits, group_size, dim, dtype)
-    held = PackedPool(packing.pack(drawn(draw, (lanes, context, dim), dtype)), packing)
+    packing = QuantizedFormat.choose(bits, group_size, dim, dtype)
+    held = QuantizedPool(packing.quantize(random_array(draw, (lanes, context, dim), dtype)), packing)
     scale = np.float16 if dtype == mx.float16 else np.float32
     values = unpacked(np.array(held.rows), bits, packing.group_size, dim, scale).astype(np.float64)
-    q = drawn(draw, (lanes, queries, dim), dtype)
-    weights = mx.softmax(drawn(draw, (lanes, queries, context), mx.float32), axis=-1).astype(dtype)
+    q = random_array(draw, (lanes, queries, dim), dtype)
+    weights = mx.softmax(random_array(draw, (lanes, queries, context), mx.float32), axis=-1).astype(dtype)
     for found, given_, wanted in (
-        (scores_packed(q, held), q, values.swapaxes(1, 2)),
-        (mixed_packed(weights, held), weights, values),
+        (quantized_scores(q, held), q, values.swapaxes(1, 2)),
+        (quantized_weighted_sum(weights, held), weights, values),
     ):
         assert found.dtype == dtype
         left = np.array(given_.astype(mx.float32)).astype(np.float64)
         far = np.abs(np.array(found.astype(mx.float32)) - left @ wanted)
         assert found.shape == far.shape
         # An element is scale · q + bias, whose parts may be as large as the largest of its group.
-        assert (far <= NEAR[dtype] * np.abs(left).sum(-1, keepdims=True) * np.abs(wanted).max()).all()
+        assert (far <= TOLERANCES[dtype] * np.abs(left).sum(-1, keepdims=True) * np.abs(wanted).max()).all()
 
 
 @pytest.mark.parametrize("paged", [False, True])
 @settings(max_examples=60)
-@given(data=st.data(), bits=st.sampled_from([4, 8]), seq=st.integers(1, MOST_TOKENS))
+@given(data=st.data(), bits=st.sampled_from([4, 8]), seq=st.integers(1, MAX_TOKENS_WITHOUT_DEQUANTIZING))
 def test_attention_over_packed_pools_is_that_over_the_same_unpacked(paged, data, bits, seq):
     rows, kv, group = (data.draw(st.integers(1, 3), label="sizes") for _ in range(3))
     dim = data.draw(st.sampled_from([8, 32, 48, 64, 128]), label="dim")
@@ -80,20 +84,22 @@ def test_attention_over_packed_pools_is_that_over_the_same_unpacked(paged, data,
         if drafted:
             index = index.draft(slots[1, :, :seq], draw.random((rows, seq, seq)) < 0.7)
     else:
-        index = CacheIndex.rows(capacity, [0] * rows).at(pos)
-    seen = visible(index, window=window)
+        index = CacheIndex.rows(capacity, [0] * rows).with_positions(pos)
+    seen = visibility_mask(index, window=window)
     if data.draw(st.booleans(), label="sloped"):
-        seen = alibi(index, seen, slopes=draw.uniform(-1, 0, heads).tolist())
-    packing = Packing.of(bits, 32, dim, dtype)
-    q = drawn(draw, (rows, heads, seq, dim), dtype)
-    k, v = (drawn(draw, (rows, kv, seq, dim), dtype) for _ in "kv")
-    held = [packing.pack(drawn(draw, (kv * (1 + paged) * rows * capacity, dim), dtype)) for _ in "kv"]
+        seen = add_alibi_bias(index, seen, slopes=draw.uniform(-1, 0, heads).tolist())
+    packing = QuantizedFormat.choose(bits, 32, dim, dtype)
+    q = random_array(draw, (rows, heads, seq, dim), dtype)
+    k, v = (random_array(draw, (rows, kv, seq, dim), dtype) for _ in "kv")
+    held = [packing.quantize(random_array(draw, (kv * (1 + paged) * rows * capacity, dim), dtype)) for _ in "kv"]
     found = []
     for packed in (True, False):
-        with forced(packed):
-            pools = [PackedPool(pool, packing) for pool in held]
-            lanes = index.heads(kv, block)
-            out, *after = attention(q, k, v, *pools, lanes, seen, *sinks, scale=0.4, softcap=softcap, merge=merge)
+        with force_quantized_products(packed):
+            pools = [QuantizedPool(pool, packing) for pool in held]
+            lanes = index.for_heads(kv, block)
+            out, *after = attend_over_pools(
+                q, k, v, *pools, lanes, seen, *sinks, scale=0.4, softcap=softcap, merge=merge
+            )
             found.append((out, *(pool.rows for pool in after)))
     (out, *pools), (wanted, *same) = found
     assert (out.dtype, out.shape) == (wanted.dtype, wanted.shape)
@@ -104,21 +110,24 @@ def test_attention_over_packed_pools_is_that_over_the_same_unpacked(paged, data,
         for x in (out, wanted)
     )
     out, wanted = (x if merge else x.swapaxes(1, 2) for x in (out, wanted))
-    np.testing.assert_allclose(out[real], wanted[real], rtol=0, atol=NEAR[dtype] * 4)
+    np.testing.assert_allclose(out[real], wanted[real], rtol=0, atol=TOLERANCES[dtype] * 4)
 
 
-def products():
+def count_quantized_matmuls():
     return mock.patch.object(mx, "quantized_matmul", side_effect=mx.quantized_matmul)
 
 
 @pytest.mark.parametrize(("kernel", "seq", "taken"), [(True, 1, 2), (True, 8, 2), (True, 9, 0), (False, 1, 0)])
 def test_short_steps_take_it_where_the_device_has_a_kernel(kernel, seq, taken):
-    packing = Packing.of(8, 32, 32, mx.float32)
-    pools = [PackedPool(mx.zeros((2 * 16, packing.width), mx.uint32), packing) for _ in "kv"]
+    packing = QuantizedFormat.choose(8, 32, 32, mx.float32)
+    pools = [QuantizedPool(mx.zeros((2 * 16, packing.width), mx.uint32), packing) for _ in "kv"]
     q, (k, v) = mx.ones((1, 4, seq, 32)), (mx.ones((1, 2, seq, 32)) for _ in "kv")
     index = CacheIndex.rows(16, [seq])
-    with mock.patch.object(cached, "_has_kernel", return_value=kernel), products() as called:
-        out, *_ = attention(q, k, v, *pools, index.heads(2, 16), visible(index), scale=1.0)
+    with (
+        mock.patch.object(pooled_attention, "_has_attention_kernel", return_value=kernel),
+        count_quantized_matmuls() as called,
+    ):
+        out, *_ = attend_over_pools(q, k, v, *pools, index.for_heads(2, 16), visibility_mask(index), scale=1.0)
     assert called.call_count == taken
     assert np.allclose(np.array(out), 1, atol=1e-2)
 
@@ -129,10 +138,10 @@ def test_decoders_over_packed_pools_write_the_same(name, bits, loaded):
     """Softcaps, slopes, sinks and windows, in runs and pages."""
     module = loaded(name).decoder
     prompts, new = [list(range(20, 33)), [40, 41]], [20, 20]
-    for pages in ({}, {"paged": True, "block": 4}):
+    for pages in ({}, {"paged": True, "block_size": 4}):
         texts = []
         for packed in (True, False):
-            with forced(packed), products() as called:
-                texts.append(greedy(Decoder(module, 2, kv_bits=bits).begin([40, 40], **pages), prompts, new))
+            with force_quantized_products(packed), count_quantized_matmuls() as called:
+                texts.append(greedy(Decoder(module, 2, kv_bits=bits).begin_session([40, 40], **pages), prompts, new))
             assert bool(called.call_count) == packed
         assert texts[0] == texts[1]

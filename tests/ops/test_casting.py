@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from numpy_node import run, same
+from numpy_node import assert_node_gives, run_node
 
-from mlx_transmuter.ops import CODES, OperatorError
+from mlx_transmuter.ops import ELEMENT_TYPE_CODES, OperatorError
 
 INT32 = np.iinfo(np.int32)
 
@@ -17,26 +17,26 @@ def test_floats_become_integers_toward_zero_and_within_range(to):
     exact = [
         max(min(int(v), INT32.max), INT32.min) if np.isfinite(v) else (INT32.max if v > 0 else INT32.min) for v in x
     ]
-    same("Cast", [x], np.array(exact, np.int32), {"to": CODES[to]})
+    assert_node_gives("Cast", [x], np.array(exact, np.int32), {"to": ELEMENT_TYPE_CODES[to]})
 
 
 @pytest.mark.parametrize("to", ["uint8", "int8", "int16", "uint16", "uint32"])
 def test_integers_keep_their_low_bits(to):
     x = np.array([INT32.min, -129, -1, 0, 1, 200, 300, 70000, INT32.max], np.int32)
-    same("Cast", [x], x.astype(to), {"to": CODES[to]})
+    assert_node_gives("Cast", [x], x.astype(to), {"to": ELEMENT_TYPE_CODES[to]})
 
 
 def test_bools():
     x = np.array([0.0, -0.0, 0.1, -3, np.nan, np.inf], np.float32)
-    same("Cast", [x], x.astype(bool), {"to": CODES["bool"]})
+    assert_node_gives("Cast", [x], x.astype(bool), {"to": ELEMENT_TYPE_CODES["bool"]})
     for to in ("float32", "float16", "int32", "uint8"):
-        same("Cast", [np.array([True, False])], np.array([1, 0], to), {"to": CODES[to]})
+        assert_node_gives("Cast", [np.array([True, False])], np.array([1, 0], to), {"to": ELEMENT_TYPE_CODES[to]})
 
 
 def test_halves_overflow_to_infinity():
     x = np.array([65504, 65519, 65520, -1e6, 1e-8], np.float32)
     with np.errstate(over="ignore"):
-        same("Cast", [x], x.astype(np.float16), {"to": CODES["float16"]})
+        assert_node_gives("Cast", [x], x.astype(np.float16), {"to": ELEMENT_TYPE_CODES["float16"]})
 
 
 @pytest.mark.parametrize(("to", "bits", "signed"), [("int4", 4, True), ("uint4", 4, False), ("int2", 2, True)])
@@ -44,25 +44,33 @@ def test_narrow_integers_wrap(to, bits, signed):
     x = np.arange(-9, 9, dtype=np.float32)
     low = x.astype(int) % 2**bits
     truth = np.where(low >= 2 ** (bits - 1), low - 2**bits, low) if signed else low
-    same("Cast", [x], truth.astype(np.int8 if signed else np.uint8), {"to": CODES[to]}, opset=25)
+    assert_node_gives(
+        "Cast", [x], truth.astype(np.int8 if signed else np.uint8), {"to": ELEMENT_TYPE_CODES[to]}, opset=25
+    )
 
 
 def test_like_another_array():
     x = np.array([1.5, -2.5], np.float32)
-    same("CastLike", [x, np.zeros(3, np.int32)], np.array([1, -2], np.int32))
-    same("CastLike", [x, np.zeros((), np.float16)], x.astype(np.float16))
+    assert_node_gives("CastLike", [x, np.zeros(3, np.int32)], np.array([1, -2], np.int32))
+    assert_node_gives("CastLike", [x, np.zeros((), np.float16)], x.astype(np.float16))
 
 
 def test_bits_read_as_another_type_of_their_width():
     x = np.array([1.0, -0.0, np.inf], np.float32)
-    same("BitCast", [x], x.view(np.int32), {"to": CODES["int32"]}, opset=26)
-    same("BitCast", [x.astype(np.float16)], x.astype(np.float16).view(np.uint16), {"to": CODES["uint16"]}, opset=26)
+    assert_node_gives("BitCast", [x], x.view(np.int32), {"to": ELEMENT_TYPE_CODES["int32"]}, opset=26)
+    assert_node_gives(
+        "BitCast",
+        [x.astype(np.float16)],
+        x.astype(np.float16).view(np.uint16),
+        {"to": ELEMENT_TYPE_CODES["uint16"]},
+        opset=26,
+    )
     for to in ("int64", "float64", "float16"):
         with pytest.raises(OperatorError, match="types of one width, at most 32 bits"):
-            run("BitCast", [x], {"to": CODES[to]}, opset=26)
+            run_node("BitCast", [x], {"to": ELEMENT_TYPE_CODES[to]}, opset=26)
 
 
 def test_types_that_no_device_has_are_refused():
     for to in ("string", "float8_e4m3fn"):
         with pytest.raises(OperatorError, match=f"the type {to}"):
-            run("Cast", [np.zeros(2, np.float32)], {"to": CODES[to]})
+            run_node("Cast", [np.zeros(2, np.float32)], {"to": ELEMENT_TYPE_CODES[to]})

@@ -12,28 +12,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_transmuter.ops import exponential
-from mlx_transmuter.ops.activation import gelu, swish
-from mlx_transmuter.ops.exponential import FEWEST, exp, sigmoid_times, softmax_parts
+from mlx_transmuter.ops.functional import exponential
+from mlx_transmuter.ops.functional.exponential import MIN_ELEMENTS, fast_exp, scaled_sigmoid, softmax_numerator_and_sum
+from mlx_transmuter.ops.onnx.activation import gelu, swish
 
 
 @pytest.fixture(params=["linux", "darwin"], autouse=True)
-def platform(request):
+def both_platforms(request):
     """Both forms, whatever the machine."""
     with mock.patch.object(exponential.sys, "platform", request.param):
         yield request.param
 
 
 @pytest.fixture(params=[True, False], ids=["compiled", "uncompiled"])
-def compiled(request):
+def compiled_or_not(request):
     """mx.compile at work, or not: the exponentials are the same."""
     if request.param:
         request.getfixturevalue("compiling")
 
 
-@pytest.mark.usefixtures("compiled")
-def test_an_exponential_is_within_about_a_unit_in_the_last_place(platform):
-    if platform == "darwin":
+@pytest.mark.usefixtures("compiled_or_not")
+def test_an_exponential_is_within_about_a_unit_in_the_last_place(both_platforms):
+    if both_platforms == "darwin":
         pytest.skip("MLX's own has another error")
     x = np.linspace(-86.9, 88.72, 2_000_003).astype(np.float32)
     # Where x / ln 2 is half-way between two integers, r is as far from 0 as it gets, on either side.
@@ -41,28 +41,28 @@ def test_an_exponential_is_within_about_a_unit_in_the_last_place(platform):
     half = half[:, None] + np.arange(-4, 5, dtype=np.float32) * np.spacing(half)[:, None]
     x = np.concatenate([x, half.ravel()])
     wanted = np.exp(x.astype(np.float64))
-    found = np.array(exp(mx.array(x))).astype(np.float64)
+    found = np.array(fast_exp(mx.array(x))).astype(np.float64)
     units = np.spacing(wanted.astype(np.float32)).astype(np.float64)
     # The last sum rounds by half a unit; what came before, r and its product, are smaller and round by less together.
     assert (np.abs(found - wanted) / units).max() <= 1.05
-    assert np.array(exp(mx.linspace(-120, -86.9, FEWEST))).max() < 2e-38
+    assert np.array(fast_exp(mx.linspace(-120, -86.9, MIN_ELEMENTS))).max() < 2e-38
 
 
-@pytest.mark.usefixtures("compiled")
+@pytest.mark.usefixtures("compiled_or_not")
 def test_an_exponential_has_the_ends_of_the_real_line():
-    x = np.zeros(FEWEST, np.float32)
+    x = np.zeros(MIN_ELEMENTS, np.float32)
     x[:9] = [-np.inf, np.inf, np.nan, -3.4e38, 3.4e38, 88.75, -104.0, -0.0, 1e-40]
-    found = np.array(exp(mx.array(x)))
+    found = np.array(fast_exp(mx.array(x)))
     np.testing.assert_array_equal(found[:9], [0, np.inf, np.nan, 0, np.inf, np.inf, 0, 1, 1])
     assert (found[9:] == 1).all()
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_other_types_and_short_arrays_keep_mlx_s_own(dtype):
-    for x in (mx.linspace(-5, 5, 2 * FEWEST).astype(dtype), mx.linspace(-5, 5, FEWEST - 1)):
-        assert exp(x).dtype == x.dtype
-        assert mx.array_equal(exp(x), mx.exp(x))
-        assert mx.array_equal(softmax_parts(x)[0], mx.softmax(x, precise=True))
+    for x in (mx.linspace(-5, 5, 2 * MIN_ELEMENTS).astype(dtype), mx.linspace(-5, 5, MIN_ELEMENTS - 1)):
+        assert fast_exp(x).dtype == x.dtype
+        assert mx.array_equal(fast_exp(x), mx.exp(x))
+        assert mx.array_equal(softmax_numerator_and_sum(x)[0], mx.softmax(x, precise=True))
 
 
 @given(
@@ -73,13 +73,13 @@ def test_other_types_and_short_arrays_keep_mlx_s_own(dtype):
     compiled=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_parts_of_a_softmax_are_the_softmax(rows, columns, spread, hidden, compiled, seed):
+def test_parts_of_a_softmax_are_the_softmax(rows, columns, spread, hidden, compiled_or_not, seed):
     draw = np.random.default_rng(seed)
     x = (draw.normal(size=(rows, columns)) * spread).astype(np.float32)
     x[draw.random(x.shape) < hidden] = np.finfo(np.float32).min  # as attention hides columns; maybe all of a row
     weights = np.exp(x.astype(np.float64) - x.max(-1, keepdims=True))
     wanted = weights / weights.sum(-1, keepdims=True)
-    found, sums = (mx.compile(softmax_parts) if compiled else softmax_parts)(mx.array(x))
+    found, sums = (mx.compile(softmax_numerator_and_sum) if compiled_or_not else softmax_numerator_and_sum)(mx.array(x))
     found = found if sums is None else found / sums
     np.testing.assert_allclose(np.array(found), wanted, rtol=1e-5, atol=1e-7)
 
@@ -91,7 +91,7 @@ def test_a_hidden_column_has_no_weight_and_nan_stays_in_its_row(shape):
     x[1, 1::3] = x[1, 2::3] = 1e38
     x[2, ::3] = -np.inf
     x[3, 5] = np.nan
-    weights, sums = softmax_parts(mx.array(x))
+    weights, sums = softmax_numerator_and_sum(mx.array(x))
     found = np.array(weights if sums is None else weights / sums)
     assert (np.delete(found, 3, axis=0)[:, ::3] == 0).all()
     assert np.isfinite(np.delete(found, 3, axis=0)).all()
@@ -104,14 +104,14 @@ def test_gradients_go_through_a_softmax():
         x, by = (mx.array(draw.normal(size=shape).astype(np.float32)) for _ in "xb")
 
         def ours(x, by=by):
-            weights, sums = softmax_parts(x)
+            weights, sums = softmax_numerator_and_sum(x)
             return ((weights if sums is None else weights / sums) * by).sum()
 
         found, wanted = mx.grad(ours)(x), mx.grad(lambda x, by=by: (mx.softmax(x, axis=-1) * by).sum())(x)
         np.testing.assert_allclose(np.array(found), np.array(wanted), rtol=1e-5, atol=1e-7)
 
 
-def operations(function, *inputs) -> list[str]:
+def compiled_operation_names(function, *inputs) -> list[str]:
     """The names of the operations of a compiled function."""
     mx.eval(inputs)
     out = mx.compile(function)(*inputs)
@@ -120,10 +120,10 @@ def operations(function, *inputs) -> list[str]:
     return re.findall(r'label ="([^"]+)", shape=rectangle', text.getvalue())
 
 
-def test_a_compiled_softmax_is_six_operations(platform, compiling):
-    if platform == "darwin":
+def test_a_compiled_softmax_is_six_operations(both_platforms, compiling):
+    if both_platforms == "darwin":
         pytest.skip("MLX's own is one")
-    names = operations(softmax_parts, mx.zeros((9, 300)))
+    names = compiled_operation_names(softmax_numerator_and_sum, mx.zeros((9, 300)))
     assert len(names) == 6
     assert [name for name in names if not name.startswith("Compiled")] == ["Max", "View float32", "Sum"]
 
@@ -133,29 +133,29 @@ def test_a_compiled_softmax_is_six_operations(platform, compiling):
     [lambda y, x: y, lambda y, x: y * x, lambda y, x: y * x + 1, lambda y, x: (y * x + 1) / (x * x + 2) - y],
     ids=range(4),
 )
-def test_a_compiled_gate_is_seven_operations_whatever_follows(platform, compiling, consumer):
+def test_a_compiled_gate_is_seven_operations_whatever_follows(both_platforms, compiling, consumer):
     """Among them no constant that no longer fitted into a kernel."""
-    if platform == "darwin":
+    if both_platforms == "darwin":
         pytest.skip("MLX's own is one")
-    x = mx.zeros(FEWEST)
-    names = operations(lambda x: consumer(swish(x), x), x)
+    x = mx.zeros(MIN_ELEMENTS)
+    names = compiled_operation_names(lambda x: consumer(swish(x), x), x)
     assert len(names) == 7
     assert [name for name in names if not name.startswith("Compiled")] == ["View float32", "ExpandDims", "Squeeze"]
 
 
-@given(size=st.sampled_from([1, 7, FEWEST]), spread=st.sampled_from([1.0, 20.0, 1e3]), seed=st.integers(0, 99))
+@given(size=st.sampled_from([1, 7, MIN_ELEMENTS]), spread=st.sampled_from([1.0, 20.0, 1e3]), seed=st.integers(0, 99))
 def test_a_gate_is_the_logistic_function_times_a_factor(size, spread, seed):
     draw = np.random.default_rng(seed)
     x, by = (draw.normal(size=size).astype(np.float32) for _ in "xb")
     x *= np.float32(spread)
     with np.errstate(over="ignore"):
         wanted = by / (1 + np.exp(-x.astype(np.float64)))
-    np.testing.assert_allclose(np.array(sigmoid_times(mx.array(x), mx.array(by))), wanted, rtol=1e-5, atol=1e-30)
+    np.testing.assert_allclose(np.array(scaled_sigmoid(mx.array(x), mx.array(by))), wanted, rtol=1e-5, atol=1e-30)
 
 
 def test_gradients_go_through_an_exponential():
-    x = mx.linspace(-3, 3, FEWEST)
-    for function in (exp, mx.compile(exp)):
+    x = mx.linspace(-3, 3, MIN_ELEMENTS)
+    for function in (fast_exp, mx.compile(fast_exp)):
         found = mx.grad(lambda x, function=function: (x * function(2 * x)).sum())(x)
         wanted = (1 + 2 * x) * mx.exp(2 * x)
         np.testing.assert_allclose(np.array(found), np.array(wanted), rtol=1e-5, atol=1e-6)
@@ -166,7 +166,7 @@ def test_gradients_go_through_an_exponential():
         np.testing.assert_allclose(np.array(found), np.array(2 * mx.exp(x)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("size", [8, FEWEST])
+@pytest.mark.parametrize("size", [8, MIN_ELEMENTS])
 @pytest.mark.parametrize(
     ("function", "wanted"),
     [(swish, nn.silu), (partial(gelu, approximate="tanh"), nn.gelu_approx)],
@@ -182,4 +182,4 @@ def test_gradients_of_a_gate_are_numbers_far_below_zero(size, function, wanted):
 
 
 def test_what_takes_exponentials_can_be_exported():
-    mx.export_function(lambda part: None, lambda x: softmax_parts(swish(x))[0], mx.zeros((2, FEWEST)))
+    mx.export_function(lambda part: None, lambda x: softmax_numerator_and_sum(swish(x))[0], mx.zeros((2, MIN_ELEMENTS)))

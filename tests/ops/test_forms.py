@@ -8,13 +8,13 @@ import numpy as np
 import onnx
 import pytest
 
-from mlx_transmuter.ops import OPERATORS, REQUIRED, form
+from mlx_transmuter.ops import OPERATORS, REQUIRED, resolve_operator
 
-OLDEST = 11
+OLDEST_OPSET = 11
 
 # form: the versions of ONNX's schema that it serves. Versions that only add types, spell their text anew, or add an input or
 # attribute whose default is the older meaning share a form; the schemas of onnx 1.23 were read for it.
-REVIEWED = """
+REVIEWED_VERSIONS = """
 Abs-6: 6 13; Acos-7: 7 22; Acosh-9: 9 22; Add-7: 7 13 14; AffineGrid-20: 20; And-7: 7; ArgMax-11: 11 12 13;
 ArgMin-11: 11 12 13; Asin-7: 7 22; Asinh-9: 9 22; Atan-7: 7 22; Atanh-9: 9 22; Attention-23: 23 24 25;
 AveragePool-7: 11 19 22; BatchNormalization-9: 9; BatchNormalization-14: 14 15; Bernoulli-15: 15 22; BitCast-26: 26;
@@ -62,28 +62,32 @@ Unsqueeze-13: 13 21 23 24 25; Upsample-9: 9; Where-9: 9 16; Xor-7: 7;
 """
 
 # Attributes that a Program never holds: a constant is read as one, and of an optional only the element matters.
-UNHELD = {"Constant": {"sparse_value"}, "Optional": {"type"}}
+ATTRIBUTES_NOT_HELD = {"Constant": {"sparse_value"}, "Optional": {"type"}}
 
 # Defaults that ONNX spells in two ways.
-SPELLINGS = {"bilinear": "linear"}
+EQUIVALENT_DEFAULTS = {"bilinear": "linear"}
 
 
-def schemas():
+def schema_versions():
     """(operator, version, schema) of ONNX's own domain: for each operator the versions in force from opset 11 on."""
     found: dict[str, dict[int, onnx.defs.OpSchema]] = {}
     for schema in onnx.defs.get_all_schemas_with_history():
         if schema.domain == "" and not schema.deprecated:
             found.setdefault(schema.name, {})[schema.since_version] = schema
     for name, versions in sorted(found.items()):
-        oldest = max((v for v in versions if v <= OLDEST), default=OLDEST)
+        oldest = max((v for v in versions if v <= OLDEST_OPSET), default=OLDEST_OPSET)
         for version in sorted(v for v in versions if v >= oldest):
             yield name, version, versions[version]
 
 
-CASES = [pytest.param(schema, id=f"{name}-{v}") for name, v, schema in schemas() if form(name, max(v, OLDEST))]
+CASES = [
+    pytest.param(schema, id=f"{name}-{v}")
+    for name, v, schema in schema_versions()
+    if resolve_operator(name, max(v, OLDEST_OPSET))
+]
 
 
-def default_of(attribute: onnx.defs.OpSchema.Attribute):
+def schema_default(attribute: onnx.defs.OpSchema.Attribute):
     value = attribute.default_value
     if attribute.required:
         return REQUIRED
@@ -97,36 +101,38 @@ def default_of(attribute: onnx.defs.OpSchema.Attribute):
 
 @pytest.mark.parametrize("schema", CASES)
 def test_a_form_takes_what_the_schema_offers(schema):
-    operator = OPERATORS[form(schema.name, max(schema.since_version, OLDEST))]
+    operator = OPERATORS[resolve_operator(schema.name, max(schema.since_version, OLDEST_OPSET))]
     option = onnx.defs.OpSchema.FormalParameterOption
     variadic = any(one.option == option.Variadic for one in schema.inputs)
-    assert operator.variadic == variadic
+    assert operator.is_variadic == variadic
     if not variadic:
-        assert len(schema.inputs) <= len(operator.inputs)
+        assert len(schema.inputs) <= len(operator.input_names)
         required = sum(one.option == option.Single for one in schema.inputs)
-        assert operator.required <= required
+        assert operator.required_inputs <= required
     for name, attribute in schema.attributes.items():
-        if name in UNHELD.get(schema.name, ()):
+        if name in ATTRIBUTES_NOT_HELD.get(schema.name, ()):
             continue
-        assert name in operator.attributes, f"{operator.name} takes no {name}"
-        ours, theirs = operator.attributes[name], default_of(attribute)
+        assert name in operator.attribute_defaults, f"{operator.name} takes no {name}"
+        ours, theirs = operator.attribute_defaults[name], schema_default(attribute)
         if isinstance(theirs, float):
             assert ours is not None
             assert np.float32(ours) == np.float32(theirs), f"{name}: {ours}, ONNX has {theirs}"
         elif isinstance(theirs, list):
             assert list(ours) == theirs, f"{name}: {ours}, ONNX has {theirs}"
         elif theirs is not None or ours is REQUIRED:
-            assert ours is theirs or ours == SPELLINGS.get(theirs, theirs), f"{name}: {ours}, ONNX has {theirs}"
+            assert ours is theirs or ours == EQUIVALENT_DEFAULTS.get(theirs, theirs), (
+                f"{name}: {ours}, ONNX has {theirs}"
+            )
 
 
 def test_every_version_of_onnx_was_read():
     reviewed = {}
-    for entry in REVIEWED.replace("\n", " ").split(";"):
+    for entry in REVIEWED_VERSIONS.replace("\n", " ").split(";"):
         name, _, versions = entry.strip().partition(": ")
         reviewed[name] = {int(v) for v in versions.split()}
     reviewed.pop("")
-    for kind, version, _ in schemas():
-        name = form(kind, max(version, OLDEST))
+    for kind, version, _ in schema_versions():
+        name = resolve_operator(kind, max(version, OLDEST_OPSET))
         if name is not None:
             assert version in reviewed.get(name, ()), (
                 f"{kind}-{version} falls to {name}, which nobody has checked: read what ONNX changed, then either declare "

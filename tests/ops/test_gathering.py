@@ -5,59 +5,59 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from numpy_node import run, same
+from numpy_node import assert_node_gives, run_node
 
 from mlx_transmuter.ops import OperatorError
 
-some = settings(max_examples=80, derandomize=True)
+SETTINGS = settings(max_examples=80, derandomize=True)
 shapes = hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=4)
 
 
-def counted(shape):
+def arange_of_shape(shape):
     return np.arange(1, 1 + int(np.prod(shape)), dtype=np.float32).reshape(shape)
 
 
-def places(data, shape, size):
+def draw_indices(data, shape, size):
     """Indices into an axis of that size, some from its end."""
     return data.draw(hnp.arrays(np.int64, shape, elements=st.integers(-size, size - 1)))
 
 
-@some
+@SETTINGS
 @given(shapes, hnp.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=3), st.data())
 def test_gather(shape, index_shape, data):
-    x, axis = counted(shape), data.draw(st.integers(-len(shape), len(shape) - 1))
-    indices = places(data, index_shape, shape[axis])
-    same("Gather", [x, indices], np.take(x, indices, axis=axis), {"axis": axis})
+    x, axis = arange_of_shape(shape), data.draw(st.integers(-len(shape), len(shape) - 1))
+    indices = draw_indices(data, index_shape, shape[axis])
+    assert_node_gives("Gather", [x, indices], np.take(x, indices, axis=axis), {"axis": axis})
 
 
-@some
+@SETTINGS
 @given(shapes, st.data())
 def test_gather_elements(shape, data):
-    x, axis = counted(shape), data.draw(st.integers(-len(shape), len(shape) - 1))
+    x, axis = arange_of_shape(shape), data.draw(st.integers(-len(shape), len(shape) - 1))
     wanted = [data.draw(st.integers(0, 5 if i == axis % len(shape) else n)) for i, n in enumerate(shape)]
-    indices = places(data, tuple(wanted), shape[axis])
+    indices = draw_indices(data, tuple(wanted), shape[axis])
     truth = np.zeros(wanted, np.float32)
     for at in np.ndindex(*wanted):
         source = list(at)
         source[axis] = indices[at]
         truth[at] = x[tuple(source)]
-    same("GatherElements", [x, indices], truth, {"axis": axis})
+    assert_node_gives("GatherElements", [x, indices], truth, {"axis": axis})
 
 
-@some
+@SETTINGS
 @given(shapes, st.data())
 def test_gather_nd(shape, data):
     batch_dims = data.draw(st.integers(0, len(shape) - 1))
     k = data.draw(st.integers(1, len(shape) - batch_dims))
     middle = data.draw(st.lists(st.integers(0, 3), max_size=2))
     lead = (*shape[:batch_dims], *middle)
-    columns = [places(data, lead, n) for n in shape[batch_dims : batch_dims + k]]
+    columns = [draw_indices(data, lead, n) for n in shape[batch_dims : batch_dims + k]]
     indices = np.stack(columns, axis=-1)
-    x = counted(shape)
+    x = arange_of_shape(shape)
     truth = np.zeros((*lead, *shape[batch_dims + k :]), np.float32)
     for at in np.ndindex(*lead):
         truth[at] = x[(*at[:batch_dims], *indices[at])]
-    same("GatherND", [x, indices], truth, {"batch_dims": batch_dims})
+    assert_node_gives("GatherND", [x, indices], truth, {"batch_dims": batch_dims})
 
 
 REDUCTIONS = {
@@ -69,26 +69,26 @@ REDUCTIONS = {
 }
 
 
-@some
+@SETTINGS
 @given(shapes, st.sampled_from(sorted(REDUCTIONS)), st.data())
 def test_scatter_nd(shape, reduction, data):
     k = data.draw(st.integers(1, len(shape)))
     spots = list(np.ndindex(*shape[:k]))
     # Without a reduction a place is written once: ONNX leaves the rest undefined.
     chosen = data.draw(st.lists(st.sampled_from(spots), max_size=5, unique=reduction == "none"))
-    x = counted(shape)
+    x = arange_of_shape(shape)
     indices = np.array(chosen, np.int64).reshape(-1, k)
     flip = data.draw(hnp.arrays(bool, indices.shape))
-    updates = -2 * counted((len(chosen), *shape[k:]))
+    updates = -2 * arange_of_shape((len(chosen), *shape[k:]))
     truth = x.copy()
     for at, update in zip(chosen, updates, strict=True):
         for rest in np.ndindex(*shape[k:]):
             truth[(*at, *rest)] = REDUCTIONS[reduction](truth[(*at, *rest)], update[rest])
     signed = np.where(flip, indices - np.array(shape[:k]), indices)
-    same("ScatterND", [x, signed, updates], truth, {"reduction": reduction}, tolerance=1e-6)
+    assert_node_gives("ScatterND", [x, signed, updates], truth, {"reduction": reduction}, tolerance=1e-6)
 
 
-@some
+@SETTINGS
 @given(shapes, st.sampled_from(sorted(REDUCTIONS)), st.data())
 def test_scatter_elements(shape, reduction, data):
     axis = data.draw(st.integers(-len(shape), len(shape) - 1))
@@ -103,43 +103,45 @@ def test_scatter_elements(shape, reduction, data):
         moved = (*wanted[:along], *wanted[along + 1 :], wanted[along])
         indices = np.moveaxis(rows.reshape(moved), -1, along)
     else:
-        indices = places(data, wanted, shape[along])
-    x, updates = counted(shape), -2 * counted(wanted)
+        indices = draw_indices(data, wanted, shape[along])
+    x, updates = arange_of_shape(shape), -2 * arange_of_shape(wanted)
     truth = x.copy()
     for at in np.ndindex(*wanted):
         target = list(at)
         target[along] = indices[at]
         truth[tuple(target)] = REDUCTIONS[reduction](truth[tuple(target)], updates[at])
-    same("ScatterElements", [x, indices, updates], truth, {"axis": axis, "reduction": reduction}, tolerance=1e-6)
+    assert_node_gives(
+        "ScatterElements", [x, indices, updates], truth, {"axis": axis, "reduction": reduction}, tolerance=1e-6
+    )
 
 
-@some
+@SETTINGS
 @given(st.integers(1, 3), st.integers(0, 3), st.integers(1, 4), st.sampled_from(["linear", "circular"]), st.data())
 def test_tensor_scatter(batch, count, room, mode, data):
     capacity = count + room
-    x, updates = counted((batch, 2, capacity, 3)), -counted((batch, 2, count, 3))
+    x, updates = arange_of_shape((batch, 2, capacity, 3)), -arange_of_shape((batch, 2, count, 3))
     first = [data.draw(st.integers(0, 3 * capacity if mode == "circular" else room)) for _ in range(batch)]
     truth = x.copy()
     for row in range(batch):
         for i in range(count):
             truth[row, :, (first[row] + i) % capacity] = updates[row, :, i]
-    same("TensorScatter", [x, updates, np.array(first, np.int64)], truth, {"mode": mode}, opset=24)
-    same("TensorScatter", [x.swapaxes(1, 2), updates.swapaxes(1, 2), np.array(first, np.int64)], truth.swapaxes(1, 2),
+    assert_node_gives("TensorScatter", [x, updates, np.array(first, np.int64)], truth, {"mode": mode}, opset=24)
+    assert_node_gives("TensorScatter", [x.swapaxes(1, 2), updates.swapaxes(1, 2), np.array(first, np.int64)], truth.swapaxes(1, 2),
          {"mode": mode, "axis": 1}, opset=24)  # fmt: skip
 
 
 def test_compress_and_reverse():
-    x = counted((3, 4))
-    same("Compress", [x, np.array([True, False, True])], x[[0, 2]], {"axis": 0})
-    same("Compress", [x, np.array([False, True, False, False, False, True])], x.reshape(-1)[[1, 5]])
+    x = arange_of_shape((3, 4))
+    assert_node_gives("Compress", [x, np.array([True, False, True])], x[[0, 2]], {"axis": 0})
+    assert_node_gives("Compress", [x, np.array([False, True, False, False, False, True])], x.reshape(-1)[[1, 5]])
     lengths = np.array([1, 3, 0, 2], np.int64)
     truth = x.copy()
     for column, n in enumerate(lengths):
         truth[:n, column] = x[:n, column][::-1]
-    same("ReverseSequence", [x, lengths], truth)
-    same("ReverseSequence", [x.T, lengths], truth.T, {"batch_axis": 0, "time_axis": 1})
+    assert_node_gives("ReverseSequence", [x, lengths], truth)
+    assert_node_gives("ReverseSequence", [x.T, lengths], truth.T, {"batch_axis": 0, "time_axis": 1})
 
 
 def test_known_indices_out_of_range_are_refused():
     with pytest.raises(OperatorError, match="indices from 3 to 3"):
-        run("Gather", [np.zeros(3, np.float32), np.array([3])])
+        run_node("Gather", [np.zeros(3, np.float32), np.array([3])])

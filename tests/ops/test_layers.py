@@ -11,19 +11,19 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_transmuter.ops.layers import as_linear, linear
+from mlx_transmuter.ops.mlx.layers import as_linear, linear
 
 SHAPES = [(6,), (1, 6), (5, 6), (1, 1, 6), (1, 5, 6), (3, 5, 6), (1, 2, 3, 6), (0, 4, 6), (1, 0, 6)]
 
 
-def drawn(*shape: int) -> mx.array:
+def random_array(*shape: int) -> mx.array:
     return mx.array(np.random.default_rng(len(shape)).normal(size=shape), mx.float32)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_product_is_that_of_the_layer(shape, bias):
-    layer, x = nn.Linear(6, 4, bias=bias), drawn(*shape)
+    layer, x = nn.Linear(6, 4, bias=bias), random_array(*shape)
     found, wanted = np.array(linear(x, layer)), np.array(layer(x))
     assert found.shape == wanted.shape
     np.testing.assert_allclose(found, wanted, atol=1e-6)
@@ -31,7 +31,7 @@ def test_a_product_is_that_of_the_layer(shape, bias):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_head_that_is_the_table_is_that_of_the_layer(shape):
-    table, x = nn.Embedding(9, 6), drawn(*shape)
+    table, x = nn.Embedding(9, 6), random_array(*shape)
     np.testing.assert_allclose(np.array(as_linear(x, table)), np.array(table.as_linear(x)), atol=1e-6)
 
 
@@ -40,7 +40,7 @@ def test_a_head_that_is_the_table_is_that_of_the_layer(shape):
 @pytest.mark.parametrize("shape", [(1, 1, 64), (2, 1, 64), (3, 1, 64), (1, 9, 64), (2, 5, 64), (0, 3, 64)], ids=str)
 def test_a_quantised_product_is_that_of_the_layer(shape, bits, group, kind):
     """Few rows are multiplied by the blocks, many, on the CPU, by the floats that they stand for."""
-    x = drawn(*shape).astype(kind)
+    x = random_array(*shape).astype(kind)
     full = nn.Linear(64, 40)
     full.set_dtype(kind)
     table = nn.Embedding(40, 64)
@@ -55,7 +55,7 @@ def test_a_quantised_product_is_that_of_the_layer(shape, bits, group, kind):
         np.testing.assert_allclose(np.array(found), np.array(wanted), **near)
 
 
-def rounding(kind: mx.Dtype, terms: int) -> float:
+def rounding_bound(kind: mx.Dtype, terms: int) -> float:
     """The most by which a sum of so many terms may be off in that type, relative to the sum of their magnitudes, in
     whatever order they are added (Higham 2002, 4.2), where each result is rounded to the nearest.
     """
@@ -66,16 +66,16 @@ def rounding(kind: mx.Dtype, terms: int) -> float:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_sum_with_a_product_is_numpys(shape, bias, kind):
-    layer, x = nn.Linear(6, 4, bias=bias), drawn(*shape).astype(kind)
+    layer, x = nn.Linear(6, 4, bias=bias), random_array(*shape).astype(kind)
     layer.set_dtype(kind)
-    to = (8 * drawn(*shape[:-1], 4, 1)[..., 0]).astype(kind)
+    to = (8 * random_array(*shape[:-1], 4, 1)[..., 0]).astype(kind)
     found = linear(x, layer, to)
     assert (found.shape, found.dtype) == (to.shape, kind)
     x, to, weight, more = (
         np.array(one.astype(mx.float32)).astype(np.float64)
         for one in (x, to, layer.weight, layer.get("bias", mx.zeros(4)))
     )
-    bound = rounding(kind, 9) * (np.abs(x) @ np.abs(weight.T) + np.abs(more) + np.abs(to))
+    bound = rounding_bound(kind, 9) * (np.abs(x) @ np.abs(weight.T) + np.abs(more) + np.abs(to))
     assert (np.abs(np.array(found.astype(mx.float32)) - (x @ weight.T + more + to)) <= bound).all()
 
 
@@ -85,7 +85,11 @@ def test_a_sum_with_a_product_is_numpys(shape, bias, kind):
 def test_a_sum_with_a_quantised_product_is_that_of_the_layer_and_what_it_is_added_to(shape, bias, kind):
     full = nn.Linear(64, 40, bias=bias)
     full.set_dtype(kind)
-    layer, x, to = nn.QuantizedLinear.from_linear(full, 32, 4), drawn(*shape).astype(kind), drawn(*shape[:-1], 40)
+    layer, x, to = (
+        nn.QuantizedLinear.from_linear(full, 32, 4),
+        random_array(*shape).astype(kind),
+        random_array(*shape[:-1], 40),
+    )
     to = to.astype(kind)
     near = {"rtol": 1e-5, "atol": 1e-5} if kind == mx.float32 else {"rtol": 1e-2, "atol": 1e-2}
     found, wanted = linear(x, layer, to), layer(x) + to
@@ -98,7 +102,11 @@ def test_a_sum_with_a_quantised_product_is_that_of_the_layer_and_what_it_is_adde
 def test_what_is_of_another_type_is_added_to_the_product_in_the_products(kinds, rows):
     """A stream in float32 doesn't make the product one of float32, nor does one of a half type round it."""
     kind, other = kinds
-    layer, x, to = nn.Linear(6, 4, bias=False), drawn(rows, 5, 6).astype(kind), drawn(rows, 5, 4).astype(other)
+    layer, x, to = (
+        nn.Linear(6, 4, bias=False),
+        random_array(rows, 5, 6).astype(kind),
+        random_array(rows, 5, 4).astype(other),
+    )
     layer.set_dtype(kind)
     found, wanted = linear(x, layer, to), linear(x, layer) + to
     assert found.dtype == wanted.dtype == mx.float32
@@ -119,7 +127,7 @@ def test_a_sum_with_a_product_is_one_operation(rows, wanted, seq):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_sum_with_a_product_has_gradients(rows):
-    layer, x, to = nn.Linear(6, 4, bias=False), drawn(rows, 5, 6), drawn(rows, 5, 4, 1)[..., 0]
+    layer, x, to = nn.Linear(6, 4, bias=False), random_array(rows, 5, 6), random_array(rows, 5, 4, 1)[..., 0]
 
     def loss(weight, x, to, sum_):
         layer.weight = weight
@@ -137,7 +145,7 @@ def test_a_sum_with_a_product_has_gradients(rows):
 
 
 def test_weights_may_be_arguments_as_in_training():
-    layer, x = nn.Linear(6, 4), drawn(1, 3, 6)
+    layer, x = nn.Linear(6, 4), random_array(1, 3, 6)
     found = nn.value_and_grad(layer, lambda x: linear(x, layer).square().sum())(x)
     wanted = nn.value_and_grad(layer, lambda x: layer(x).square().sum())(x)
     for name in ("weight", "bias"):
@@ -149,7 +157,7 @@ def test_a_layer_that_took_the_place_of_another_is_called():
         def __call__(self, x):
             return 2 * super().__call__(x)
 
-    layer, x = Doubled(6, 4), drawn(1, 3, 6)
+    layer, x = Doubled(6, 4), random_array(1, 3, 6)
     assert np.array_equal(np.array(linear(x, layer)), np.array(layer(x)))
-    to = drawn(1, 3, 4)
+    to = random_array(1, 3, 4)
     assert np.array_equal(np.array(linear(x, layer, to)), np.array(layer(x) + to))

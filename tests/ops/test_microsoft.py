@@ -3,21 +3,21 @@
 import pytest
 
 from mlx_transmuter.ops import OPERATORS, REQUIRED
-from mlx_transmuter.ops.microsoft_left_out import LEFT_OUT
+from mlx_transmuter.ops.contrib.unsupported import UNSUPPORTED_OPERATORS
 
 pytest.importorskip("onnxruntime")
 state = pytest.importorskip("onnxruntime.capi.onnxruntime_pybind11_state")
 
-SCHEMAS = {s.name: s for s in state.get_all_operator_schema() if s.domain == "com.microsoft"}
+CONTRIB_SCHEMAS = {s.name: s for s in state.get_all_operator_schema() if s.domain == "com.microsoft"}
 # In no schema: names that other exporters give to ONNX's own.
-OTHERS = {"SimplifiedLayerNormalization"}
-DECLARED = {name.split(".")[-1].removesuffix("-1") for name in OPERATORS if name.startswith("com.microsoft.")}
+NAMES_WITHOUT_SCHEMA = {"SimplifiedLayerNormalization"}
+DECLARED_OPERATORS = {name.split(".")[-1].removesuffix("-1") for name in OPERATORS if name.startswith("com.microsoft.")}
 
 
 def test_every_operator_is_declared_or_left_out_with_a_reason():
-    assert not DECLARED & LEFT_OUT.keys()
-    assert sorted(SCHEMAS.keys() - DECLARED - LEFT_OUT.keys()) == []
-    assert all(reason.strip() for reason in LEFT_OUT.values())
+    assert not DECLARED_OPERATORS & UNSUPPORTED_OPERATORS.keys()
+    assert sorted(CONTRIB_SCHEMAS.keys() - DECLARED_OPERATORS - UNSUPPORTED_OPERATORS.keys()) == []
+    assert all(reason.strip() for reason in UNSUPPORTED_OPERATORS.values())
 
 
 def test_no_name_is_made_up():
@@ -25,17 +25,17 @@ def test_no_name_is_made_up():
 
     if tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 32):
         pytest.skip("the tables are those of onnxruntime 1.32")
-    assert SCHEMAS.keys() >= DECLARED - OTHERS
-    assert LEFT_OUT.keys() <= SCHEMAS.keys()
+    assert CONTRIB_SCHEMAS.keys() >= DECLARED_OPERATORS - NAMES_WITHOUT_SCHEMA
+    assert UNSUPPORTED_OPERATORS.keys() <= CONTRIB_SCHEMAS.keys()
 
 
-@pytest.mark.parametrize("name", sorted(DECLARED & SCHEMAS.keys()))
+@pytest.mark.parametrize("name", sorted(DECLARED_OPERATORS & CONTRIB_SCHEMAS.keys()))
 def test_signature_says_what_the_schema_says(name):
-    operator, schema = OPERATORS[f"com.microsoft.{name}-1"], SCHEMAS[name]
-    assert schema.attributes.keys() <= operator.attributes.keys()
+    operator, schema = OPERATORS[f"com.microsoft.{name}-1"], CONTRIB_SCHEMAS[name]
+    assert schema.attributes.keys() <= operator.attribute_defaults.keys()
     for attribute, declared in schema.attributes.items():
-        assert declared.required == (operator.attributes[attribute] is REQUIRED), attribute
-    if not operator.variadic:
-        assert len(operator.inputs) >= len(schema.inputs)
+        assert declared.required == (operator.attribute_defaults[attribute] is REQUIRED), attribute
+    if not operator.is_variadic:
+        assert len(operator.input_names) >= len(schema.inputs)
         needed = [i for i, x in enumerate(schema.inputs) if not str(x.option).endswith("Optional")]
-        assert operator.required <= max(needed) + 1
+        assert operator.required_inputs <= max(needed) + 1

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from onnxruntime_node import agree, check, expected, found
+from onnxruntime_node import assert_matches_onnxruntime, assert_outputs_close, module_outputs, onnxruntime_outputs
 
 B, S, H, D = 2, 4, 3, 8
 T = S + 3
@@ -12,7 +12,7 @@ def floats(seed, *shape, dtype=np.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
-def masks(context, seq):
+def mask_forms(context, seq):
     """onnxruntime's forms of a mask over padded rows; every row sees a column."""
     raw = np.ones((B, context), dtype=np.int32)
     raw[0, 0] = raw[1, -1] = 0
@@ -27,21 +27,21 @@ def masks(context, seq):
 
 @pytest.mark.parametrize("unidirectional", [0, 1])
 @pytest.mark.parametrize("past", [0, 3])
-@pytest.mark.parametrize("form", masks(1, 1))
+@pytest.mark.parametrize("form", mask_forms(1, 1))
 def test_attention(form, past, unidirectional):
     x, weights, bias = floats(1, B, S, 10), floats(2, 10, 3 * H * D), floats(3, 3 * H * D)
-    inputs = [x, weights, bias, masks(past + S, S)[form], floats(4, 2, B, H, past, D) if past else None]
+    inputs = [x, weights, bias, mask_forms(past + S, S)[form], floats(4, 2, B, H, past, D) if past else None]
     attrs = {"num_heads": H, "unidirectional": unidirectional}
-    check("Attention", inputs, attrs, ("y", "present"))
+    assert_matches_onnxruntime("Attention", inputs, attrs, ("y", "present"))
 
 
 def test_attention_biases_sizes_and_scale():
     x, weights, bias = floats(1, B, S, 10), floats(2, 10, H * (8 + 8 + 5)), floats(3, H * (8 + 8 + 5))
     attrs = {"num_heads": H, "qkv_hidden_sizes": [24, 24, 15], "scale": 0.2}
-    check("Attention", [x, weights, bias, None, None, floats(5, B, H, S, S)], attrs)
-    check("Attention", [x, weights, bias, None, None, floats(5, 1, 1, S, S)], attrs)
-    raw = masks(S, S)["raw"]
-    check("Attention", [x, weights, bias, raw], {**attrs, "mask_filter_value": -50.0})
+    assert_matches_onnxruntime("Attention", [x, weights, bias, None, None, floats(5, B, H, S, S)], attrs)
+    assert_matches_onnxruntime("Attention", [x, weights, bias, None, None, floats(5, 1, 1, S, S)], attrs)
+    raw = mask_forms(S, S)["raw"]
+    assert_matches_onnxruntime("Attention", [x, weights, bias, raw], {**attrs, "mask_filter_value": -50.0})
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -49,8 +49,8 @@ def test_attention_biases_sizes_and_scale():
 @pytest.mark.parametrize("form", ["none", "ends", "raw"])
 def test_multi_head_attention(form, unidirectional, bias):
     q, k, v = (floats(i, B, S, H * D) for i in range(3))
-    inputs = [q, k, v, floats(3, 3 * H * D) if bias else None, masks(S, S)[form]]
-    check("MultiHeadAttention", inputs, {"num_heads": H, "unidirectional": unidirectional})
+    inputs = [q, k, v, floats(3, 3 * H * D) if bias else None, mask_forms(S, S)[form]]
+    assert_matches_onnxruntime("MultiHeadAttention", inputs, {"num_heads": H, "unidirectional": unidirectional})
 
 
 @pytest.mark.parametrize("unidirectional", [0, 1])
@@ -59,25 +59,27 @@ def test_multi_head_attention_with_a_past(unidirectional):
     past = [floats(5, B, H, 3, D), floats(6, B, H, 3, D)]
     outputs = ("y", "present_key", "present_value")
     for attention_bias in (None, floats(7, 1, H, S, T), floats(8, B, 1, S, T)):
-        inputs = [q, k, v, floats(3, 3 * H * D), masks(T, S)["raw"], attention_bias, *past]
-        check("MultiHeadAttention", inputs, {"num_heads": H, "unidirectional": unidirectional}, outputs)
+        inputs = [q, k, v, floats(3, 3 * H * D), mask_forms(T, S)["raw"], attention_bias, *past]
+        assert_matches_onnxruntime(
+            "MultiHeadAttention", inputs, {"num_heads": H, "unidirectional": unidirectional}, outputs
+        )
 
 
 def test_multi_head_attention_over_another_sequence():
     q, k, v = floats(1, B, S, H * D), floats(2, B, 6, H * D), floats(3, B, 6, H * 5)
-    check("MultiHeadAttention", [q, k, v, floats(4, H * (2 * D + 5))], {"num_heads": H})
-    check("MultiHeadAttention", [q, k, v], {"num_heads": H, "scale": 0.1})
+    assert_matches_onnxruntime("MultiHeadAttention", [q, k, v, floats(4, H * (2 * D + 5))], {"num_heads": H})
+    assert_matches_onnxruntime("MultiHeadAttention", [q, k, v], {"num_heads": H, "scale": 0.1})
     cache = [floats(5, B, H, 6, D), floats(6, B, H, 6, D)]
-    check("MultiHeadAttention", [q, *cache], {"num_heads": H})
-    check("MultiHeadAttention", [q, *cache, floats(4, 3 * H * D)], {"num_heads": H})
+    assert_matches_onnxruntime("MultiHeadAttention", [q, *cache], {"num_heads": H})
+    assert_matches_onnxruntime("MultiHeadAttention", [q, *cache, floats(4, 3 * H * D)], {"num_heads": H})
 
 
 def test_multi_head_attention_scores():
     q, k, v = (floats(i, B, S, H * D) for i in range(3))
     outputs = ("y", "present_key", "present_value", "qk")
-    check(
+    assert_matches_onnxruntime(
         "MultiHeadAttention",
-        [q, k, v, None, masks(S, S)["raw"]],
+        [q, k, v, None, mask_forms(S, S)["raw"]],
         {"num_heads": H, "mask_filter_value": -5.0},
         outputs,
         output_types={"qk": 1},
@@ -87,12 +89,14 @@ def test_multi_head_attention_scores():
 def test_packed_projections():
     """onnxruntime's CPU provider refuses them packed: its truth is the same projections apart."""
     q, k, v = (floats(i, B, S, H, D) for i in range(3))
-    (truth,) = expected("MultiHeadAttention", [x.reshape(B, S, -1) for x in (q, k, v)], {"num_heads": H}, ("y",))
-    (ours,) = found("MultiHeadAttention", [np.stack([q, k, v], axis=3)], {"num_heads": H}, ("y",))
-    agree(truth, ours, 1e-5)
+    (truth,) = onnxruntime_outputs(
+        "MultiHeadAttention", [x.reshape(B, S, -1) for x in (q, k, v)], {"num_heads": H}, ("y",)
+    )
+    (ours,) = module_outputs("MultiHeadAttention", [np.stack([q, k, v], axis=3)], {"num_heads": H}, ("y",))
+    assert_outputs_close(truth, ours, 1e-5)
     packed = [q.reshape(B, S, -1), np.stack([k, v], axis=3)]
-    (ours,) = found("MultiHeadAttention", packed, {"num_heads": H}, ("y",))
-    agree(truth, ours, 1e-5)
+    (ours,) = module_outputs("MultiHeadAttention", packed, {"num_heads": H}, ("y",))
+    assert_outputs_close(truth, ours, 1e-5)
 
 
 def test_a_row_that_sees_nothing_gives_no_nan():
@@ -102,7 +106,7 @@ def test_a_row_that_sees_nothing_gives_no_nan():
         inputs = [*(a.astype(dtype) for a in (x, weights, bias)), mask]
         for unidirectional in (0, 1):
             attrs = {"num_heads": H, "unidirectional": unidirectional, "mask_filter_value": float(np.finfo(dtype).min)}
-            (y, _) = found("Attention", inputs, attrs, ("y", "present"))
+            (y, _) = module_outputs("Attention", inputs, attrs, ("y", "present"))
             assert np.isfinite(y).all()
 
 
@@ -110,50 +114,56 @@ def test_a_row_that_sees_nothing_gives_no_nan():
 @pytest.mark.parametrize("positions", [np.array([5]), np.array([[3, 4, 5, 6], [0, 1, 9, 2]])])
 def test_rotary_embedding(positions, interleaved):
     attrs = {"interleaved": interleaved}
-    check("RotaryEmbedding", [floats(1, B, S, H * D), positions, floats(2, 12, D // 2), floats(3, 12, D // 2)], attrs)
-    check("RotaryEmbedding", [floats(1, B, H, S, D), positions, floats(2, 12, D // 2), floats(3, 12, D // 2)], attrs)
+    assert_matches_onnxruntime(
+        "RotaryEmbedding", [floats(1, B, S, H * D), positions, floats(2, 12, D // 2), floats(3, 12, D // 2)], attrs
+    )
+    assert_matches_onnxruntime(
+        "RotaryEmbedding", [floats(1, B, H, S, D), positions, floats(2, 12, D // 2), floats(3, 12, D // 2)], attrs
+    )
     part = {**attrs, "num_heads": H, "rotary_embedding_dim": 4, "scale": 1.0}
-    check("RotaryEmbedding", [floats(1, B, S, H * D), positions, floats(2, 12, 2), floats(3, 12, 2)], part)
+    assert_matches_onnxruntime(
+        "RotaryEmbedding", [floats(1, B, S, H * D), positions, floats(2, 12, 2), floats(3, 12, 2)], part
+    )
     half = [
         floats(i, *shape, dtype=np.float16) for i, shape in ((1, (B, S, H * D)), (2, (12, D // 2)), (3, (12, D // 2)))
     ]
-    check("RotaryEmbedding", [half[0], positions, *half[1:]], attrs, tolerance=2e-3)
+    assert_matches_onnxruntime("RotaryEmbedding", [half[0], positions, *half[1:]], attrs, tolerance=2e-3)
 
 
-CAPACITY, HELD = 10, 4
-PRESENT = ("y", "present_key", "present_value")
+CAPACITY, PAST_LENGTH = 10, 4
+OUTPUT_NAMES = ("y", "present_key", "present_value")
 
 
-def buffered(seq, mask=False, bias=False):
+def buffer_inputs(seq, mask=False, bias=False):
     """query, key, value, mask, attention bias, past key, past value, past length."""
     q, k, v = (floats(i, B, seq, H * D) for i in range(3))
-    total = HELD + seq
+    total = PAST_LENGTH + seq
     raw = np.ones((B, total), dtype=np.int32)
     raw[0, 1] = 0
     pasts = [floats(i, B, H, CAPACITY, D) for i in (5, 6)]
     for past in pasts:
-        past[:, :, HELD:] = 1e20  # never read
+        past[:, :, PAST_LENGTH:] = 1e20  # never read
     extra = floats(7, 1, H, seq, total) if bias else None
-    return q, k, v, raw if mask else None, extra, *pasts, np.array([HELD], dtype=np.int32)
+    return q, k, v, raw if mask else None, extra, *pasts, np.array([PAST_LENGTH], dtype=np.int32)
 
 
-def agree_where_written(op_type, inputs, attrs, outputs=PRESENT):
-    truth, ours = expected(op_type, inputs, attrs, outputs), found(op_type, inputs, attrs, outputs)
-    agree(truth[0], ours[0], 1e-5)
-    written = HELD + inputs[0].shape[1]
+def assert_written_part_close(op_type, inputs, attrs, outputs=OUTPUT_NAMES):
+    truth, ours = onnxruntime_outputs(op_type, inputs, attrs, outputs), module_outputs(op_type, inputs, attrs, outputs)
+    assert_outputs_close(truth[0], ours[0], 1e-5)
+    written = PAST_LENGTH + inputs[0].shape[1]
     for a, b in zip(truth[1:3], ours[1:3], strict=True):
         assert a.shape == b.shape
-        agree(a[:, :, :written], b[:, :, :written], 1e-6)
+        assert_outputs_close(a[:, :, :written], b[:, :, :written], 1e-6)
 
 
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("seq", [1, 3])
 def test_multi_head_attention_over_a_buffer(seq, bias, mask):
-    q, k, v, raw, extra, *past = buffered(seq, mask, bias)
+    q, k, v, raw, extra, *past = buffer_inputs(seq, mask, bias)
     for unidirectional in (0, 1):
         attrs = {"num_heads": H, "unidirectional": unidirectional}
-        agree_where_written("MultiHeadAttention", [q, k, v, None, raw, extra, *past], attrs)
+        assert_written_part_close("MultiHeadAttention", [q, k, v, None, raw, extra, *past], attrs)
 
 
 @pytest.mark.parametrize("mask", [False, True])
@@ -163,20 +173,24 @@ def test_decoder_masked_multi_head_attention(beams, bias, mask):
     source = np.random.default_rng(8).integers(0, 2, size=(1, 2, CAPACITY)).astype(np.int32)
     beam = [np.array([2], dtype=np.int32), source] if beams else [None, None]
     # onnxruntime reads the mask and the bias of beams whether they are there or not.
-    inputs = [*buffered(1, mask or beams, bias or beams), *beam, floats(9, 3 * H * D)]
+    inputs = [*buffer_inputs(1, mask or beams, bias or beams), *beam, floats(9, 3 * H * D)]
     attrs = {"num_heads": H, "past_present_share_buffer": 1}
-    agree_where_written("DecoderMaskedMultiHeadAttention", inputs, attrs)
+    assert_written_part_close("DecoderMaskedMultiHeadAttention", inputs, attrs)
 
 
 def test_decoder_masked_multi_head_attention_over_another_sequence():
     q, cache = floats(1, B, 1, H * D), [floats(2, B, H, 6, D), floats(3, B, H, 6, D)]
     mask = np.array([[1, 1, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]], dtype=np.int32)
-    check("DecoderMaskedMultiHeadAttention", [q, *cache], {"num_heads": H})
-    check("DecoderMaskedMultiHeadAttention", [q, *cache, mask], {"num_heads": H, "scale": 0.2})
+    assert_matches_onnxruntime("DecoderMaskedMultiHeadAttention", [q, *cache], {"num_heads": H})
+    assert_matches_onnxruntime("DecoderMaskedMultiHeadAttention", [q, *cache, mask], {"num_heads": H, "scale": 0.2})
 
 
 def test_decoder_masked_scores():
-    inputs, attrs = buffered(1), {"num_heads": H, "past_present_share_buffer": 1, "output_qk": 1}
-    (*_, truth) = expected("DecoderMaskedMultiHeadAttention", inputs, attrs, (*PRESENT, "qk"), output_types={"qk": 1})
-    (*_, ours) = found("DecoderMaskedMultiHeadAttention", inputs, attrs, (*PRESENT, "qk"), host=(7,))
-    agree(truth, ours, 1e-5)
+    inputs, attrs = buffer_inputs(1), {"num_heads": H, "past_present_share_buffer": 1, "output_qk": 1}
+    (*_, truth) = onnxruntime_outputs(
+        "DecoderMaskedMultiHeadAttention", inputs, attrs, (*OUTPUT_NAMES, "qk"), output_types={"qk": 1}
+    )
+    (*_, ours) = module_outputs(
+        "DecoderMaskedMultiHeadAttention", inputs, attrs, (*OUTPUT_NAMES, "qk"), host_inputs=(7,)
+    )
+    assert_outputs_close(truth, ours, 1e-5)

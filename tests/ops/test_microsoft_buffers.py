@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_transmuter.ops.microsoft_buffers import known, written
+from mlx_transmuter.ops.contrib.kv_buffers import value_if_known, write_to_buffer
 
 
 @settings(max_examples=60)
@@ -22,7 +22,7 @@ def test_rows_are_written_where_each_row_of_the_batch_starts(data):
     for row, start in enumerate(starts):
         truth[row, :, start : start + seq] = rows[row]
     given_past = mx.array(past.astype(np.float32))
-    ours = written(given_past, mx.array(rows.astype(np.float32)), mx.array(starts, dtype=mx.int32), capacity)
+    ours = write_to_buffer(given_past, mx.array(rows.astype(np.float32)), mx.array(starts, dtype=mx.int32), capacity)
     if capacity > seq or length:  # else the rows are the whole buffer, wherever they start
         np.testing.assert_array_equal(np.array(ours), truth)
     np.testing.assert_array_equal(np.array(given_past), past.astype(np.float32))
@@ -37,7 +37,7 @@ def test_a_write_takes_no_memory_of_the_buffers_size(batch):
     size = held[0].nbytes
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    new = written(held.pop(), rows, starts, 2**15)
+    new = write_to_buffer(held.pop(), rows, starts, 2**15)
     mx.eval(new)
     assert mx.get_peak_memory() - before < size / 100
     assert np.array(new[:, :, 4:8, 0]).tolist() == [[[0, 1, 1, 0]] * 2] * batch
@@ -48,7 +48,7 @@ def test_a_number_is_known_where_it_is_no_value_of_the_step():
     found = []
 
     def step(number):
-        found.append((known(number, -1), known(mx.array(7), -1), known(None, -1)))
+        found.append((value_if_known(number, -1), value_if_known(mx.array(7), -1), value_if_known(None, -1)))
         return number
 
     mx.compile(step)(mx.array(5))

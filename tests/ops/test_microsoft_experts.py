@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from onnxruntime_node import agree, check, expected, found
+from onnxruntime_node import assert_matches_onnxruntime, assert_outputs_close, module_outputs, onnxruntime_outputs
 
 EXPERTS, HIDDEN, INNER = 5, 64, 32
 
@@ -11,7 +11,7 @@ def floats(seed, *shape, dtype=np.float32, spread=0.3):
     return (np.random.default_rng(seed).normal(size=shape) * spread).astype(dtype)
 
 
-def dense(fused, bias=True, dtype=np.float32):
+def dense_weights(fused, bias=True, dtype=np.float32):
     """fc1, its bias, fc2, its bias."""
     inner = 2 * INNER if fused else INNER
     parts = [
@@ -31,42 +31,42 @@ def test_moe(shape, k, normalize, activation):
     x, router = floats(1, *shape, spread=1), floats(2, int(np.prod(shape[:-1])), EXPERTS, spread=2)
     attrs = {"k": k, "normalize_routing_weights": normalize, "activation_type": activation}
     attrs |= {"swiglu_fusion": 1, "activation_alpha": 1.7, "activation_beta": 1.0, "swiglu_limit": 1.5} if fused else {}
-    check("MoE", [x, router, *dense(fused)], attrs, tolerance=3e-6)
-    check("MoE", [x, router, *dense(fused, bias=False)], attrs, tolerance=3e-6)
+    assert_matches_onnxruntime("MoE", [x, router, *dense_weights(fused)], attrs, tolerance=3e-6)
+    assert_matches_onnxruntime("MoE", [x, router, *dense_weights(fused, bias=False)], attrs, tolerance=3e-6)
 
 
 def test_moe_in_float16():
     inputs = [floats(1, 7, HIDDEN, dtype=np.float16, spread=1), floats(2, 7, EXPERTS, dtype=np.float16)]
-    check("MoE", [*inputs, *dense(False, dtype=np.float16)], {"k": 2}, tolerance=3e-3)
+    assert_matches_onnxruntime("MoE", [*inputs, *dense_weights(False, dtype=np.float16)], {"k": 2}, tolerance=3e-3)
 
 
 @pytest.mark.parametrize("block", [16, 32])
 def test_q_moe_in_float16(block):
     x, router = floats(1, 7, HIDDEN, dtype=np.float16, spread=1), floats(2, 7, EXPERTS, dtype=np.float16)
     (w1, s1, _), (w2, s2, _) = (
-        quantised(3, INNER, HIDDEN, 4, block, False),
-        quantised(4, HIDDEN, INNER, 4, block, False),
+        quantized_weights(3, INNER, HIDDEN, 4, block, False),
+        quantized_weights(4, HIDDEN, INNER, 4, block, False),
     )
     inputs = [x, router, w1, s1.astype(np.float16), None, w2, s2.astype(np.float16)]
     attrs = {"k": 2, "expert_weight_bits": 4, "block_size": block, "weights_prepacked": 0, "accuracy_level": 1}
-    check("QMoE", inputs, attrs, tolerance=3e-3)
+    assert_matches_onnxruntime("QMoE", inputs, attrs, tolerance=3e-3)
 
 
 def test_gates_apart_and_side_by_side():
     """onnxruntime's CPU provider has interleaved gates alone: with its rows in that order it is the others' truth."""
     x, router = floats(1, 7, HIDDEN, spread=1), floats(2, 7, EXPERTS, spread=2)
-    fc1, bias1, fc2, bias2 = dense(True)
+    fc1, bias1, fc2, bias2 = dense_weights(True)
     attrs = {"k": 2, "activation_type": "swiglu", "activation_alpha": 1.2, "activation_beta": 0.5}
-    (truth,) = expected("MoE", [x, router, fc1, bias1, fc2, bias2], {**attrs, "swiglu_fusion": 1}, ("y",))
+    (truth,) = onnxruntime_outputs("MoE", [x, router, fc1, bias1, fc2, bias2], {**attrs, "swiglu_fusion": 1}, ("y",))
     gate, up, gate_bias, up_bias = fc1[:, 0::2], fc1[:, 1::2], bias1[:, 0::2], bias1[:, 1::2]
     side = [np.concatenate([gate, up], axis=1), np.concatenate([gate_bias, up_bias], axis=1)]
-    (ours,) = found("MoE", [x, router, *side, fc2, bias2], {**attrs, "swiglu_fusion": 2}, ("y",))
-    agree(truth, ours, 3e-6)
-    (ours,) = found("MoE", [x, router, gate, gate_bias, fc2, bias2, up, up_bias], attrs, ("y",))
-    agree(truth, ours, 3e-6)
+    (ours,) = module_outputs("MoE", [x, router, *side, fc2, bias2], {**attrs, "swiglu_fusion": 2}, ("y",))
+    assert_outputs_close(truth, ours, 3e-6)
+    (ours,) = module_outputs("MoE", [x, router, gate, gate_bias, fc2, bias2, up, up_bias], attrs, ("y",))
+    assert_outputs_close(truth, ours, 3e-6)
 
 
-def pack(values, bits):
+def pack_bits(values, bits):
     """uint8 [..., n] of bits bits each, the first lowest; rows filled up to a whole byte."""
     per = 8 // bits
     values = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % per)])
@@ -74,13 +74,13 @@ def pack(values, bits):
     return np.bitwise_or.reduce(parts << (np.arange(per, dtype=np.uint8) * bits), axis=-1).astype(np.uint8)
 
 
-def quantised(seed, rows, columns, bits, block, zero_points):
+def quantized_weights(seed, rows, columns, bits, block, zero_points):
     """Packed weights, scales and packed zero points of one projection."""
     rng = np.random.default_rng(seed)
     blocks = () if block is None else (columns // block,)
     scales = rng.uniform(0.5, 1.5, size=(EXPERTS, rows, *blocks)).astype(np.float32) / 2**bits / 3
-    zeros = pack(rng.integers(0, 2**bits, size=scales.shape), bits) if zero_points else None
-    return pack(rng.integers(0, 2**bits, size=(EXPERTS, rows, columns)), bits), scales, zeros
+    zeros = pack_bits(rng.integers(0, 2**bits, size=scales.shape), bits) if zero_points else None
+    return pack_bits(rng.integers(0, 2**bits, size=(EXPERTS, rows, columns)), bits), scales, zeros
 
 
 @pytest.mark.parametrize("zero_points", [False, True])
@@ -89,8 +89,8 @@ def quantised(seed, rows, columns, bits, block, zero_points):
 @pytest.mark.parametrize("fused", [False, True])
 def test_q_moe(fused, bits, block, zero_points):
     x, router = floats(1, 7, HIDDEN, spread=1), floats(2, 7, EXPERTS, spread=2)
-    first = quantised(3, 2 * INNER if fused else INNER, HIDDEN, bits, block, zero_points)
-    second = quantised(4, HIDDEN, INNER, bits, block, zero_points)
+    first = quantized_weights(3, 2 * INNER if fused else INNER, HIDDEN, bits, block, zero_points)
+    second = quantized_weights(4, HIDDEN, INNER, bits, block, zero_points)
     biases = floats(5, EXPERTS, 2 * INNER if fused else INNER), floats(6, EXPERTS, HIDDEN)
     inputs = [x, router, *first[:2], biases[0], *second[:2], biases[1], None, None, None, first[2], second[2]]
     attrs = {
@@ -103,26 +103,28 @@ def test_q_moe(fused, bits, block, zero_points):
     attrs |= {"activation_type": "swiglu", "swiglu_fusion": 1} if fused else {"activation_type": "silu"}
     attrs |= {} if block is None else {"block_size": block}
     # onnxruntime rounds activations to 8 bits for 8-bit blocks, whatever the accuracy level.
-    check("QMoE", inputs, attrs, tolerance=2e-2 if bits == 8 and block else 1e-5)
+    assert_matches_onnxruntime("QMoE", inputs, attrs, tolerance=2e-2 if bits == 8 and block else 1e-5)
 
 
 def test_experts_chosen_by_one_score_and_weighted_by_another():
     x, router, weights = floats(1, 7, HIDDEN, spread=1), floats(2, 7, EXPERTS, spread=2), np.abs(floats(9, 7, EXPERTS))
-    first, second = quantised(3, INNER, HIDDEN, 4, 32, False), quantised(4, HIDDEN, INNER, 4, 32, False)
+    first, second = quantized_weights(3, INNER, HIDDEN, 4, 32, False), quantized_weights(4, HIDDEN, INNER, 4, 32, False)
     inputs = [x, router, *first[:2], None, *second[:2], None, *[None] * 6, weights]
     for normalize in (0, 1):
         attrs = {"k": 2, "expert_weight_bits": 4, "block_size": 32, "weights_prepacked": 0, "accuracy_level": 1}
-        check("QMoE", inputs, {**attrs, "normalize_routing_weights": normalize}, tolerance=1e-5)
+        assert_matches_onnxruntime("QMoE", inputs, {**attrs, "normalize_routing_weights": normalize}, tolerance=1e-5)
 
 
 @pytest.mark.parametrize(("groups", "taken", "k"), [(1, 1, 3), (4, 2, 3), (2, 1, 2)])
 def test_group_router(groups, taken, k):
     inputs = [floats(1, 9, 16, spread=2), floats(2, 16)]
-    check("MoEGroupRouter", inputs, {"top_k": k, "n_group": groups, "topk_group": taken}, tolerance=1e-6)
+    assert_matches_onnxruntime(
+        "MoEGroupRouter", inputs, {"top_k": k, "n_group": groups, "topk_group": taken}, tolerance=1e-6
+    )
 
 
 def test_scores_of_all_experts():
     logits, bias = floats(1, 9, 16, spread=2), floats(2, 16)
-    _, biased, scores = found("MoEGroupRouter", [logits, bias], {"top_k": 3}, ("", "biased", "scores"))
-    agree(1 / (1 + np.exp(-logits)), scores, 1e-6)
-    agree(1 / (1 + np.exp(-logits)) + bias, biased, 1e-6)
+    _, biased, scores = module_outputs("MoEGroupRouter", [logits, bias], {"top_k": 3}, ("", "biased", "scores"))
+    assert_outputs_close(1 / (1 + np.exp(-logits)), scores, 1e-6)
+    assert_outputs_close(1 / (1 + np.exp(-logits)) + bias, biased, 1e-6)

@@ -5,46 +5,46 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnxruntime_node import agree, expected, found
+from onnxruntime_node import assert_outputs_close, module_outputs, onnxruntime_outputs
 
-from mlx_transmuter.ops.microsoft_gqa import group_query_attention
+from mlx_transmuter.ops.contrib.group_query_attention import group_query_attention
 
-OUTPUTS = ("y", "present_key", "present_value")
-HEADS, KV, DIM = 4, 2, 16
+OUTPUT_NAMES = ("y", "present_key", "present_value")
+HEADS, KV_HEADS, DIM = 4, 2, 16
 
 
-class Case:
+class GroupQueryCase:
     """The inputs of one node: batch rows that hold `held` tokens and get seq new ones, over buffers of `capacity`."""
 
     def __init__(
         self, seed, held, seq, capacity=None, packed=False, rotary=False, bias=False, dtype=np.float32, **attrs
     ):
         rng = np.random.default_rng(seed)
-        batch, self.seq, self.held = len(held), seq, np.array(held)
+        batch, self.seq, self.past_lengths = len(held), seq, np.array(held)
 
         def floats(*shape):
             return rng.normal(size=shape).astype(dtype)
 
-        self.lengths = self.held + seq
+        self.lengths = self.past_lengths + seq
         total = int(self.lengths.max())
         capacity = total - seq if capacity is None else capacity
-        width = (HEADS + 2 * KV) * DIM if packed else HEADS * DIM
+        width = (HEADS + 2 * KV_HEADS) * DIM if packed else HEADS * DIM
         self.inputs = [
             floats(batch, seq, width),
-            *([None] * 2 if packed else (floats(batch, seq, KV * DIM) for _ in range(2))),
+            *([None] * 2 if packed else (floats(batch, seq, KV_HEADS * DIM) for _ in range(2))),
         ]
-        self.inputs += [floats(batch, KV, capacity, DIM) for _ in range(2)]
+        self.inputs += [floats(batch, KV_HEADS, capacity, DIM) for _ in range(2)]
         self.inputs += [(self.lengths - 1).astype(np.int32), np.array(total, dtype=np.int32)]
         angle = rng.uniform(0, 6, size=(64, DIM // 2))
         self.inputs += [np.cos(angle).astype(dtype), np.sin(angle).astype(dtype)] if rotary else [None, None]
         self.inputs += [None, floats(batch, HEADS, seq, total) if bias else None]
-        self.attrs = {"num_heads": HEADS, "kv_num_heads": KV, **({"do_rotary": 1} if rotary else {}), **attrs}
+        self.attrs = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, **({"do_rotary": 1} if rotary else {}), **attrs}
 
-    def row(self, b):
+    def single_row(self, b):
         """The case with row b alone."""
-        alone = object.__new__(Case)
+        alone = object.__new__(GroupQueryCase)
         alone.seq, alone.attrs = self.seq, self.attrs
-        alone.held, alone.lengths = self.held[b : b + 1], self.lengths[b : b + 1]
+        alone.past_lengths, alone.lengths = self.past_lengths[b : b + 1], self.lengths[b : b + 1]
         total = np.array(int(self.lengths[b]), dtype=np.int32)
         alone.inputs = [
             x if x is None or i in (7, 8, 11) else x[b : b + 1] if x.ndim else total for i, x in enumerate(self.inputs)
@@ -77,135 +77,141 @@ FEATURES = {
     ids=["prompt", "prompt in a buffer", "token", "ragged token", "part", "part in a buffer"],
 )
 def test_group_query_attention(feature, held, seq, capacity):
-    case = Case(len(feature), held, seq, capacity, **FEATURES[feature])
-    truth = expected("GroupQueryAttention", case.inputs, case.attrs, OUTPUTS)
-    ours = found("GroupQueryAttention", case.inputs, case.attrs, OUTPUTS, host=(6,))
-    agree(truth[0], ours[0], 1e-5)
-    for name, a, b in zip(OUTPUTS[1:], truth[1:], ours[1:], strict=True):
+    case = GroupQueryCase(len(feature), held, seq, capacity, **FEATURES[feature])
+    truth = onnxruntime_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES)
+    ours = module_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES, host_inputs=(6,))
+    assert_outputs_close(truth[0], ours[0], 1e-5)
+    for name, a, b in zip(OUTPUT_NAMES[1:], truth[1:], ours[1:], strict=True):
         assert a.shape == b.shape
         for row, length in enumerate(case.lengths):  # what lies past a row's length is unspecified
-            agree(a[row, :, :length], b[row, :, :length], 1e-6, name)
+            assert_outputs_close(a[row, :, :length], b[row, :, :length], 1e-6, name)
 
 
-def compare(case, outputs=OUTPUTS, tolerance=1e-5, host=(6,)):
+def assert_matches_onnxruntime_rows(case, outputs=OUTPUT_NAMES, tolerance=1e-5, host=(6,)):
     """onnxruntime's outputs and ours, of which the attention and the rows that are filled must agree."""
-    truth = expected("GroupQueryAttention", case.inputs, case.attrs, outputs)
-    ours = found("GroupQueryAttention", case.inputs, case.attrs, outputs, host=host)
-    agree(truth[0], ours[0], tolerance)
+    truth = onnxruntime_outputs("GroupQueryAttention", case.inputs, case.attrs, outputs)
+    ours = module_outputs("GroupQueryAttention", case.inputs, case.attrs, outputs, host_inputs=host)
+    assert_outputs_close(truth[0], ours[0], tolerance)
     for name, a, b in zip(outputs[1:3], truth[1:], ours[1:], strict=False):
         assert a.shape == b.shape
         for row, length in enumerate(case.lengths):  # what lies past a row's length is unspecified
-            agree(a[row, :, :length], b[row, :, :length], tolerance, name)
+            assert_outputs_close(a[row, :, :length], b[row, :, :length], tolerance, name)
     return truth, ours
 
 
 @pytest.mark.parametrize("feature", ["rotary", "window", "softcap", "smooth softmax", "bias"])
 def test_float16(feature):
-    compare(Case(1, (3, 5), 1, 10, dtype=np.float16, **FEATURES[feature]), tolerance=2e-3)
+    assert_matches_onnxruntime_rows(
+        GroupQueryCase(1, (3, 5), 1, 10, dtype=np.float16, **FEATURES[feature]), tolerance=2e-3
+    )
 
 
 @pytest.mark.parametrize(("held", "seq", "capacity"), [((0, 0), 4, 0), ((3, 6), 1, 10), ((5,), 2, 8)])
 def test_head_sink_and_softcap(held, seq, capacity):
     sink = np.array([0.5, -1.0, 2.0, 0.0], dtype=np.float32)
     for extra in ({}, {"softcap": 2.0}):
-        case = Case(2, held, seq, capacity, **extra)
+        case = GroupQueryCase(2, held, seq, capacity, **extra)
         case.inputs.append(sink)
-        compare(case)
+        assert_matches_onnxruntime_rows(case)
 
 
 def test_position_ids():
-    case = Case(3, (3, 5), 1, 10, rotary=True)
+    case = GroupQueryCase(3, (3, 5), 1, 10, rotary=True)
     case.inputs[9] = np.array([[11], [2]], dtype=np.int64)  # not where the tokens stand
-    compare(case)
-    prompt = Case(4, (0,), 5, 0, rotary=True)
+    assert_matches_onnxruntime_rows(case)
+    prompt = GroupQueryCase(4, (0,), 5, 0, rotary=True)
     prompt.inputs[9] = np.arange(7, 12)[None]
-    compare(prompt)
+    assert_matches_onnxruntime_rows(prompt)
 
 
 def test_prompts_padded_on_the_right():
-    case = Case(5, (0, 0, 0), 6, 0, rotary=True, local_window_size=4)
+    case = GroupQueryCase(5, (0, 0, 0), 6, 0, rotary=True, local_window_size=4)
     case.lengths = np.array([6, 2, 4])
     case.inputs[5] = (case.lengths - 1).astype(np.int32)
-    truth = expected("GroupQueryAttention", case.inputs, case.attrs, OUTPUTS)
-    ours = found("GroupQueryAttention", case.inputs, case.attrs, OUTPUTS, host=(6,))
+    truth = onnxruntime_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES)
+    ours = module_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES, host_inputs=(6,))
     for row, length in enumerate(case.lengths):
-        agree(truth[0][row, :length], ours[0][row, :length], 1e-5)
-        agree(truth[1][row, :, :length], ours[1][row, :, :length], 1e-6, "present_key")
+        assert_outputs_close(truth[0][row, :length], ours[0][row, :length], 1e-5)
+        assert_outputs_close(truth[1][row, :, :length], ours[1][row, :, :length], 1e-6, "present_key")
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_ragged_part_gives_each_row_what_it_gets_alone(feature):
     """onnxruntime takes several tokens on a past only for one row: its rows one by one are the truth of the batch."""
-    case = Case(6, (3, 0, 7), 4, 16, **FEATURES[feature])
-    ours = found("GroupQueryAttention", case.inputs, case.attrs, OUTPUTS, host=(6,))
+    case = GroupQueryCase(6, (3, 0, 7), 4, 16, **FEATURES[feature])
+    ours = module_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES, host_inputs=(6,))
     for b, length in enumerate(case.lengths):
-        alone = case.row(b)
-        truth = expected("GroupQueryAttention", alone.inputs, alone.attrs, OUTPUTS)
-        agree(truth[0][0], ours[0][b], 1e-5)
-        agree(truth[1][0, :, :length], ours[1][b, :, :length], 1e-6, "present_key")
-        agree(truth[2][0, :, :length], ours[2][b, :, :length], 1e-6, "present_value")
+        alone = case.single_row(b)
+        truth = onnxruntime_outputs("GroupQueryAttention", alone.inputs, alone.attrs, OUTPUT_NAMES)
+        assert_outputs_close(truth[0][0], ours[0][b], 1e-5)
+        assert_outputs_close(truth[1][0, :, :length], ours[1][b, :, :length], 1e-6, "present_key")
+        assert_outputs_close(truth[2][0, :, :length], ours[2][b, :, :length], 1e-6, "present_value")
 
 
 def test_a_total_known_only_when_the_step_runs():
-    case = Case(7, (3, 6), 1, 12, rotary=True)
-    compare(case, host=())
+    case = GroupQueryCase(7, (3, 6), 1, 12, rotary=True)
+    assert_matches_onnxruntime_rows(case, host=())
 
 
 def test_rows_of_the_buffer_that_are_not_filled_are_never_read():
-    case = Case(8, (3, 6), 1, 12)
+    case = GroupQueryCase(8, (3, 6), 1, 12)
     for past in (3, 4):
-        for row, held in enumerate(case.held):
+        for row, held in enumerate(case.past_lengths):
             case.inputs[past][row, :, held:] = 1e30
-    _, ours = compare(case)
+    _, ours = assert_matches_onnxruntime_rows(case)
     assert np.isfinite(ours[0]).all()
 
 
 def test_query_seqlens():
-    case = Case(9, (3, 5), 4, 12, rotary=True)
+    case = GroupQueryCase(9, (3, 5), 4, 12, rotary=True)
     real = np.array([4, 2], dtype=np.int32)
-    case.lengths = case.held + real
+    case.lengths = case.past_lengths + real
     case.inputs[5] = (case.lengths - 1).astype(np.int32)
     case.inputs[6] = np.array(12, dtype=np.int32)
     case.inputs += [None] * 5 + [real]
-    truth = expected("GroupQueryAttention", case.inputs, case.attrs, OUTPUTS)
-    ours = found("GroupQueryAttention", case.inputs, case.attrs, OUTPUTS, host=(6,))
+    truth = onnxruntime_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES)
+    ours = module_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES, host_inputs=(6,))
     for row, length in enumerate(case.lengths):
-        agree(truth[0][row, : real[row]], ours[0][row, : real[row]], 1e-5)
-        agree(truth[1][row, :, :length], ours[1][row, :, :length], 1e-6, "present_key")
+        assert_outputs_close(truth[0][row, : real[row]], ours[0][row, : real[row]], 1e-5)
+        assert_outputs_close(truth[1][row, :, :length], ours[1][row, :, :length], 1e-6, "present_key")
 
 
 def test_not_causal():
-    compare(Case(10, (0, 0), 5, 0, causal=0))
-    compare(Case(11, (4,), 3, 9, causal=0))
+    assert_matches_onnxruntime_rows(GroupQueryCase(10, (0, 0), 5, 0, causal=0))
+    assert_matches_onnxruntime_rows(GroupQueryCase(11, (4,), 3, 9, causal=0))
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_scores(stage):
-    case = Case(12, (0, 0), 4, 0, qk_output=stage, softcap=2.0)
-    truth, ours = compare(case, outputs=(*OUTPUTS, "output_qk"))
+    case = GroupQueryCase(12, (0, 0), 4, 0, qk_output=stage, softcap=2.0)
+    truth, ours = assert_matches_onnxruntime_rows(case, outputs=(*OUTPUT_NAMES, "output_qk"))
     seen = np.tril(np.ones((4, 4), dtype=bool))  # the hidden scores are unspecified
-    agree(truth[3][..., seen], ours[3][..., seen], 1e-5)
+    assert_outputs_close(truth[3][..., seen], ours[3][..., seen], 1e-5)
 
 
 def test_query_and_key_norms():
     """onnxruntime's CPU provider refuses the norms: its truth is the same node after norms of its own."""
-    case = Case(13, (3, 6), 1, 12, rotary=True, q_norm_epsilon=1e-3)
+    case = GroupQueryCase(13, (3, 6), 1, 12, rotary=True, q_norm_epsilon=1e-3)
     rng = np.random.default_rng(13)
     q_norm, k_norm = (rng.normal(size=DIM).astype(np.float32) for _ in range(2))
     plain = list(case.inputs)
     for i, weight, epsilon in ((0, q_norm, 1e-3), (1, k_norm, 1e-6)):
         heads = plain[i].reshape(2, 1, -1, DIM)
-        (normed,) = expected(
+        (normed,) = onnxruntime_outputs(
             "SimplifiedLayerNormalization", [heads, weight], {"epsilon": epsilon, "axis": -1}, ("y",), domain="ai.onnx"
         )
         plain[i] = normed.reshape(plain[i].shape)
-    truth = expected(
-        "GroupQueryAttention", plain, {k: v for k, v in case.attrs.items() if k != "q_norm_epsilon"}, OUTPUTS
+    truth = onnxruntime_outputs(
+        "GroupQueryAttention", plain, {k: v for k, v in case.attrs.items() if k != "q_norm_epsilon"}, OUTPUT_NAMES
     )
-    ours = found(
-        "GroupQueryAttention", [*case.inputs, None, None, None, q_norm, k_norm], case.attrs, OUTPUTS, host=(6,)
+    ours = module_outputs(
+        "GroupQueryAttention",
+        [*case.inputs, None, None, None, q_norm, k_norm],
+        case.attrs,
+        OUTPUT_NAMES,
+        host_inputs=(6,),
     )
-    agree(truth[0], ours[0], 1e-5)
+    assert_outputs_close(truth[0], ours[0], 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -213,9 +219,9 @@ def test_query_and_key_norms():
 def test_a_row_that_sees_nothing_gives_no_nan(dtype, softcap):
     """Exporters add the smallest number, or −inf, for every column of a padding token."""
     for smallest in (np.finfo(dtype).min, -np.inf):
-        case = Case(14, (0, 0), 4, 0, bias=True, dtype=dtype, softcap=softcap)
+        case = GroupQueryCase(14, (0, 0), 4, 0, bias=True, dtype=dtype, softcap=softcap)
         case.inputs[10][0, :, 2] = smallest
-        (y, *_) = found("GroupQueryAttention", case.inputs, case.attrs, OUTPUTS, host=(6,))
+        (y, *_) = module_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES, host_inputs=(6,))
         assert np.isfinite(y).all()
 
 
@@ -235,14 +241,16 @@ def test_any_case(data):
         "smooth_softmax": data.draw(st.integers(0, 1)),
         "scale": data.draw(st.sampled_from([0.0, 0.4])),
     }
-    case = Case(data.draw(st.integers(0, 99)), held, seq, max(held) + seq + data.draw(st.integers(0, 3)), **attrs)
-    ours = found("GroupQueryAttention", case.inputs, case.attrs, OUTPUTS, host=(6,))
+    case = GroupQueryCase(
+        data.draw(st.integers(0, 99)), held, seq, max(held) + seq + data.draw(st.integers(0, 3)), **attrs
+    )
+    ours = module_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES, host_inputs=(6,))
     for b, length in enumerate(case.lengths):
-        alone = case.row(b)
-        truth = expected("GroupQueryAttention", alone.inputs, alone.attrs, OUTPUTS)
-        agree(truth[0][0], ours[0][b], 1e-5)
-        agree(truth[1][0, :, :length], ours[1][b, :, :length], 1e-6, "present_key")
-        agree(truth[2][0, :, :length], ours[2][b, :, :length], 1e-6, "present_value")
+        alone = case.single_row(b)
+        truth = onnxruntime_outputs("GroupQueryAttention", alone.inputs, alone.attrs, OUTPUT_NAMES)
+        assert_outputs_close(truth[0][0], ours[0][b], 1e-5)
+        assert_outputs_close(truth[1][0, :, :length], ours[1][b, :, :length], 1e-6, "present_key")
+        assert_outputs_close(truth[2][0, :, :length], ours[2][b, :, :length], 1e-6, "present_value")
 
 
 @pytest.mark.usefixtures("compiling")
@@ -250,7 +258,7 @@ def test_layers_share_positions_angles_and_masks(tmp_path):
     """A step of more layers gathers no more angles and compares no more positions: mx.compile joins them."""
 
     def counts(layers):
-        case = Case(15, (3, 6), 1, 12, rotary=True, local_window_size=5)
+        case = GroupQueryCase(15, (3, 6), 1, 12, rotary=True, local_window_size=5)
         names = [f"x{i}" for i, x in enumerate(case.inputs) if x is not None and i != 6]
         values = {f"x{i}": mx.array(x) for i, x in enumerate(case.inputs) if f"x{i}" in names}
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from onnxruntime_node import check, found
+from onnxruntime_node import assert_matches_onnxruntime, module_outputs
 
 
 def integers(seed, dtype, *shape):
@@ -28,10 +28,14 @@ def test_mat_mul_integer_to_float_and_dynamic_quantize_mat_mul(k, bias, columns,
     for a_type in (np.uint8, np.int8):
         a, a_scale, a_zero = integers(1, a_type, 2, 3, k), scales(6), integers(7, a_type)
         if not (a_type == np.int8 and b_type == np.uint8):  # onnxruntime has no such kernel
-            check("MatMulIntegerToFloat", [a, b, a_scale, b_scale, a_zero, b_zero, *extra], tolerance=1e-6)
-            check("MatMulIntegerToFloat", [a, b, a_scale, b_scale], tolerance=1e-6)
-    check("DynamicQuantizeMatMul", [floats(8, 2, 3, k), b, b_scale, b_zero, *extra], tolerance=1e-6)
-    check("DynamicQuantizeMatMul", [floats(8, 2, 3, k), b, b_scale], tolerance=1e-6)
+            assert_matches_onnxruntime(
+                "MatMulIntegerToFloat", [a, b, a_scale, b_scale, a_zero, b_zero, *extra], tolerance=1e-6
+            )
+            assert_matches_onnxruntime("MatMulIntegerToFloat", [a, b, a_scale, b_scale], tolerance=1e-6)
+    assert_matches_onnxruntime(
+        "DynamicQuantizeMatMul", [floats(8, 2, 3, k), b, b_scale, b_zero, *extra], tolerance=1e-6
+    )
+    assert_matches_onnxruntime("DynamicQuantizeMatMul", [floats(8, 2, 3, k), b, b_scale], tolerance=1e-6)
 
 
 @pytest.mark.parametrize("quantised", [False, True])
@@ -43,7 +47,7 @@ def test_q_gemm(trans_a, trans_b, columns, quantised):
     inputs = [a, scales(3), integers(4, np.uint8), b, scales(5, *columns), integers(6, np.int8, *columns)]
     inputs += [integers(7, np.int16, 5).astype(np.int32)]
     inputs += [np.array(0.7, dtype=np.float32), integers(8, np.uint8)] if quantised else []
-    check("QGemm", inputs, {"transA": trans_a, "transB": trans_b, "alpha": 0.5}, tolerance=1e-6)
+    assert_matches_onnxruntime("QGemm", inputs, {"transA": trans_a, "transB": trans_b, "alpha": 0.5}, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("past", [0, 3])
@@ -54,23 +58,25 @@ def test_q_attention(columns, unidirectional, past):
     mask = np.array([4 + past, 3 + past], dtype=np.int32)
     inputs = [x, weight, floats(3, 72), np.array(0.01, dtype=np.float32), scales(4, *columns), mask]
     inputs += [integers(5, np.uint8), np.zeros(columns, dtype=np.int8), floats(6, 2, 2, 3, past, 8) if past else None]
-    check("QAttention", inputs, {"num_heads": 3, "unidirectional": unidirectional}, ("y", "present"))
+    assert_matches_onnxruntime(
+        "QAttention", inputs, {"num_heads": 3, "unidirectional": unidirectional}, ("y", "present")
+    )
 
 
 def test_mat_mul_integer_16():
-    check("MatMulInteger16", [integers(1, np.int16, 3, 40), integers(2, np.int16, 40, 5)])
+    assert_matches_onnxruntime("MatMulInteger16", [integers(1, np.int16, 3, 40), integers(2, np.int16, 40, 5)])
     a, b = integers(1, np.uint16, 3, 40), integers(2, np.uint16, 40, 5)  # onnxruntime has no kernel of unsigned ones
-    (ours,) = found("MatMulInteger16", [a, b], {}, ("y",))
+    (ours,) = module_outputs("MatMulInteger16", [a, b], {}, ("y",))
     np.testing.assert_array_equal(ours, a.astype(np.uint32) @ b.astype(np.uint32))
 
 
 def test_sums_and_products_of_integers():
     """onnxruntime has no CPU kernel of them: numpy is the truth."""
     a, b = integers(1, np.int8, 2, 3, 4), integers(2, np.int8, 3, 1)
-    (ours,) = found("MulInteger", [a, np.array(3, dtype=np.int8), b, np.array(-5, dtype=np.int8)], {}, ("y",))
+    (ours,) = module_outputs("MulInteger", [a, np.array(3, dtype=np.int8), b, np.array(-5, dtype=np.int8)], {}, ("y",))
     np.testing.assert_array_equal(ours, (a.astype(np.int32) - 3) * (b.astype(np.int32) + 5))
     for x in (a, a.view(np.uint8)):
-        (ours,) = found("ReduceSumInteger", [x], {"axes": [0, -1], "keepdims": 0}, ("y",))
+        (ours,) = module_outputs("ReduceSumInteger", [x], {"axes": [0, -1], "keepdims": 0}, ("y",))
         np.testing.assert_array_equal(ours, x.astype(np.int64).sum(axis=(0, 2)))
         assert ours.dtype == (np.int32 if x.dtype == np.int8 else np.uint32)
 
@@ -86,4 +92,4 @@ def test_q_embed_layer_normalization(segments, mask):
     if not segments:
         for i in (1, 4, 10, 15):
             inputs[i] = None
-    check("QEmbedLayerNormalization", inputs, {"epsilon": 1e-3}, ("y", "mask_index"))
+    assert_matches_onnxruntime("QEmbedLayerNormalization", inputs, {"epsilon": 1e-3}, ("y", "mask_index"))

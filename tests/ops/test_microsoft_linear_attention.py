@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from onnxruntime_node import agree, check, expected, found
+from onnxruntime_node import assert_matches_onnxruntime, assert_outputs_close, module_outputs, onnxruntime_outputs
 
 B, DK, DV = 2, 8, 6
 OUTPUTS = ("y", "state")
@@ -12,14 +12,14 @@ def floats(seed, *shape, spread=1.0):
     return (np.random.default_rng(seed).normal(size=shape) * spread).astype(np.float32)
 
 
-def unit(x, heads):
+def unit_keys(x, heads):
     """x with the keys of each head made unit vectors, as the delta rules ask for."""
     by_head = x.reshape(*x.shape[:-1], heads, -1)
     return (by_head / np.linalg.norm(by_head, axis=-1, keepdims=True)).reshape(x.shape).astype(np.float32)
 
 
-def inputs(seq, heads=2, kv_heads=2, past=True, by_channel=False, strong=1.0, alike=False):
-    key = unit(floats(2, B, seq, kv_heads * DK), kv_heads)
+def linear_attention_inputs(seq, heads=2, kv_heads=2, past=True, by_channel=False, strong=1.0, alike=False):
+    key = unit_keys(floats(2, B, seq, kv_heads * DK), kv_heads)
     if alike:
         key = np.broadcast_to(key[:, :1], key.shape).copy()
     decay = -np.abs(floats(5, B, seq, kv_heads * (DK if by_channel else 1))) * strong
@@ -28,7 +28,7 @@ def inputs(seq, heads=2, kv_heads=2, past=True, by_channel=False, strong=1.0, al
     return [floats(1, B, seq, heads * DK), key, floats(3, B, seq, kv_heads * DV), state, decay, beta.astype(np.float32)]
 
 
-def attrs(heads=2, kv_heads=2, **others):
+def linear_attention_attrs(heads=2, kv_heads=2, **others):
     return {"q_num_heads": heads, "kv_num_heads": kv_heads, **others}
 
 
@@ -36,65 +36,89 @@ def attrs(heads=2, kv_heads=2, **others):
 @pytest.mark.parametrize("seq", [1, 3, 16, 100])
 @pytest.mark.parametrize("by_channel", [False, True])
 def test_rules(by_channel, seq, rule):
-    case = inputs(seq, by_channel=by_channel)
+    case = linear_attention_inputs(seq, by_channel=by_channel)
     case = [
         None if (i == 4 and "gated" not in rule) or (i == 5 and "delta" not in rule) else x for i, x in enumerate(case)
     ]
-    check("LinearAttention", case, attrs(update_rule=rule), OUTPUTS, tolerance=2e-5)
+    assert_matches_onnxruntime(
+        "LinearAttention", case, linear_attention_attrs(update_rule=rule), OUTPUTS, tolerance=2e-5
+    )
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (2, 4)])
 @pytest.mark.parametrize("seq", [1, 20])
 def test_heads_that_share(seq, heads, kv_heads):
-    check("LinearAttention", inputs(seq, heads, kv_heads), attrs(heads, kv_heads, scale=0.5), OUTPUTS, tolerance=2e-5)
-    check("LinearAttention", inputs(seq, heads, kv_heads, past=False), attrs(heads, kv_heads), OUTPUTS, tolerance=2e-5)
+    assert_matches_onnxruntime(
+        "LinearAttention",
+        linear_attention_inputs(seq, heads, kv_heads),
+        linear_attention_attrs(heads, kv_heads, scale=0.5),
+        OUTPUTS,
+        tolerance=2e-5,
+    )
+    assert_matches_onnxruntime(
+        "LinearAttention",
+        linear_attention_inputs(seq, heads, kv_heads, past=False),
+        linear_attention_attrs(heads, kv_heads),
+        OUTPUTS,
+        tolerance=2e-5,
+    )
 
 
 @pytest.mark.parametrize("by_channel", [False, True])
 def test_strong_decays_and_keys_that_are_alike(by_channel):
     """Where ratios of decays would overflow, and where a power series for the inverse would lose every digit."""
-    check("LinearAttention", inputs(130, by_channel=by_channel, strong=40.0), attrs(), OUTPUTS, tolerance=2e-5)
-    weak = inputs(130, by_channel=by_channel, strong=0.001, alike=True)
+    assert_matches_onnxruntime(
+        "LinearAttention",
+        linear_attention_inputs(130, by_channel=by_channel, strong=40.0),
+        linear_attention_attrs(),
+        OUTPUTS,
+        tolerance=2e-5,
+    )
+    weak = linear_attention_inputs(130, by_channel=by_channel, strong=0.001, alike=True)
     weak[5][:] = 1.0
-    check("LinearAttention", weak, attrs(), OUTPUTS, tolerance=1e-4)
+    assert_matches_onnxruntime("LinearAttention", weak, linear_attention_attrs(), OUTPUTS, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("seq", [1, 2, 7])
 def test_states_of_the_last_tokens(seq):
     """onnxruntime's CPU provider has no such window: what it gives for the tokens up to each is the truth."""
-    case = inputs(seq)
+    case = linear_attention_inputs(seq)
     slots = np.stack([floats(7 + i, B, 2, DK, DV) for i in range(3)])  # only the last is read
-    y, states = found("LinearAttention", [*case[:3], slots, *case[4:]], attrs(state_window=3), OUTPUTS)
+    y, states = module_outputs(
+        "LinearAttention", [*case[:3], slots, *case[4:]], linear_attention_attrs(state_window=3), OUTPUTS
+    )
     for slot in range(3):
         length = seq - 3 + slot + 1
         if length < 1:
             assert not states[slot].any()
             continue
         prefix = [slots[-1] if i == 3 else x[:, :length] for i, x in enumerate(case)]
-        truth = expected("LinearAttention", prefix, attrs(), OUTPUTS)
-        agree(truth[0], y[:, :length], 2e-5)
-        agree(truth[1], states[slot], 2e-5)
+        truth = onnxruntime_outputs("LinearAttention", prefix, linear_attention_attrs(), OUTPUTS)
+        assert_outputs_close(truth[0], y[:, :length], 2e-5)
+        assert_outputs_close(truth[1], states[slot], 2e-5)
 
 
 def test_float16():
-    case = [x.astype(np.float16) for x in inputs(20)]
-    check("LinearAttention", case, attrs(), OUTPUTS, tolerance=3e-3)
+    case = [x.astype(np.float16) for x in linear_attention_inputs(20)]
+    assert_matches_onnxruntime("LinearAttention", case, linear_attention_attrs(), OUTPUTS, tolerance=3e-3)
 
 
 @pytest.mark.parametrize("beta", [False, True])
 def test_gate(beta):
     case = [floats(1, B, 3, 4), floats(2, 4), floats(3, 4), *([floats(4, B, 3, 4)] if beta else [])]
-    check("LinearAttentionGate", case, {}, ("decay", "beta") if beta else ("decay",), tolerance=1e-6)
+    assert_matches_onnxruntime(
+        "LinearAttentionGate", case, {}, ("decay", "beta") if beta else ("decay",), tolerance=1e-6
+    )
 
 
 HEADS, V_HEADS = 2, 4
 
 
-def delta_net(lead, by_channel=False, state=None):
+def gated_delta_net_inputs(lead, by_channel=False, state=None):
     """The inputs of GatedDeltaNet up to the state; lead: the axes before the heads."""
     decay = -np.abs(floats(4, *lead, V_HEADS, *([DK] if by_channel else [])))
     beta = 1 / (1 + np.exp(-floats(5, *lead, V_HEADS)))
-    q, k, v = floats(1, *lead, HEADS, DK), unit(floats(2, *lead, HEADS, DK), 1), floats(3, *lead, V_HEADS, DV)
+    q, k, v = floats(1, *lead, HEADS, DK), unit_keys(floats(2, *lead, HEADS, DK), 1), floats(3, *lead, V_HEADS, DV)
     return [q, k, v, None, decay, beta, None if state is None else floats(6, state, V_HEADS, DV, DK)]
 
 
@@ -102,29 +126,29 @@ def delta_net(lead, by_channel=False, state=None):
 @pytest.mark.parametrize("rule", ["linear", "gated", "delta", "gated_delta"])
 @pytest.mark.parametrize(("lead", "state"), [((B, 20), B), ((40,), B), ((1, 1), 1)])
 def test_gated_delta_net(lead, state, rule, by_channel):
-    case = delta_net(lead, by_channel, state)
+    case = gated_delta_net_inputs(lead, by_channel, state)
     case = [
         None if (i == 4 and "gated" not in rule) or (i == 5 and "delta" not in rule) else x for i, x in enumerate(case)
     ]
-    check("GatedDeltaNet", case, {"update_rule": rule, "qk_l2_norm": 1}, OUTPUTS, tolerance=2e-5)
+    assert_matches_onnxruntime("GatedDeltaNet", case, {"update_rule": rule, "qk_l2_norm": 1}, OUTPUTS, tolerance=2e-5)
 
 
 def test_gated_delta_net_over_packed_sequences():
-    case = delta_net((40,), state=3)
+    case = gated_delta_net_inputs((40,), state=3)
     case[3] = np.array([0, 7, 8, 40], dtype=np.int32)
-    check("GatedDeltaNet", case, {"scale": 0.3}, OUTPUTS, tolerance=2e-5)
+    assert_matches_onnxruntime("GatedDeltaNet", case, {"scale": 0.3}, OUTPUTS, tolerance=2e-5)
 
 
 def test_gated_delta_net_with_packed_projections():
-    q, k, v, *rest = delta_net((20,), state=1)
+    q, k, v, *rest = gated_delta_net_inputs((20,), state=1)
     packed = np.concatenate([x.reshape(20, -1) for x in (q, k, v)], axis=1)
-    check("GatedDeltaNet", [packed, None, None, *rest], {}, OUTPUTS, tolerance=2e-5)
+    assert_matches_onnxruntime("GatedDeltaNet", [packed, None, None, *rest], {}, OUTPUTS, tolerance=2e-5)
 
 
 @pytest.mark.parametrize("activation", ["softplus", "sigmoid"])
 @pytest.mark.parametrize("by_channel", [False, True])
 def test_gates_of_gated_delta_net(by_channel, activation):
-    case = delta_net((B, 20), by_channel, B)
+    case = gated_delta_net_inputs((B, 20), by_channel, B)
     case += [floats(7, V_HEADS, spread=0.3), floats(8, *([V_HEADS, DK] if by_channel else [V_HEADS]))]
     attrs = {"gate_activation": activation, "beta_activation": "sigmoid", "qk_l2_norm": 1}
-    check("GatedDeltaNet", case, attrs, OUTPUTS, tolerance=2e-5)
+    assert_matches_onnxruntime("GatedDeltaNet", case, attrs, OUTPUTS, tolerance=2e-5)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from onnxruntime_node import agree, check, expected, found
+from onnxruntime_node import assert_matches_onnxruntime, assert_outputs_close, module_outputs, onnxruntime_outputs
 
 FLOAT_TYPES = [(np.float32, 1e-5), (np.float16, 2e-3)]
 
@@ -17,12 +17,12 @@ def test_simplified_layer_normalization(axis, dtype, tolerance):
     x = floats(1, 2, 3, 8, dtype=dtype) * 3
     scale = floats(2, *x.shape[axis:], dtype=dtype)
     attrs = {"axis": axis, "epsilon": 1e-3}
-    check("SimplifiedLayerNormalization", [x, scale], attrs, domain="ai.onnx", tolerance=tolerance)
+    assert_matches_onnxruntime("SimplifiedLayerNormalization", [x, scale], attrs, domain="ai.onnx", tolerance=tolerance)
 
 
 def test_simplified_layer_normalization_inverse_root():
     inputs = [floats(1, 2, 3, 8), floats(2, 8)]
-    check("SimplifiedLayerNormalization", inputs, {"axis": -1}, ("y", "inverse"), domain="ai.onnx")
+    assert_matches_onnxruntime("SimplifiedLayerNormalization", inputs, {"axis": -1}, ("y", "inverse"), domain="ai.onnx")
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), FLOAT_TYPES)
@@ -33,7 +33,9 @@ def test_skip_layer_normalization(bias, beta, skip, dtype, tolerance):
     x, gamma = floats(1, 2, 3, 8, dtype=dtype), floats(3, 8, dtype=dtype)
     inputs = [x, floats(2, *skip, dtype=dtype), gamma]
     inputs += [floats(4, 8, dtype=dtype) if beta else None, floats(5, 8, dtype=dtype) if bias else None]
-    check("SkipLayerNormalization", inputs, {"epsilon": 1e-3}, ("y", "", "", "sum"), tolerance=tolerance)
+    assert_matches_onnxruntime(
+        "SkipLayerNormalization", inputs, {"epsilon": 1e-3}, ("y", "", "", "sum"), tolerance=tolerance
+    )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), FLOAT_TYPES)
@@ -42,7 +44,9 @@ def test_skip_layer_normalization(bias, beta, skip, dtype, tolerance):
 def test_skip_simplified_layer_normalization(shape, bias, dtype, tolerance):
     inputs = [floats(1, *shape, dtype=dtype), floats(2, *shape, dtype=dtype), floats(3, 8, dtype=dtype)]
     inputs += [floats(4, 8, dtype=dtype)] if bias else []
-    check("SkipSimplifiedLayerNormalization", inputs, {"epsilon": 1e-3}, ("y", "", "", "sum"), tolerance=tolerance)
+    assert_matches_onnxruntime(
+        "SkipSimplifiedLayerNormalization", inputs, {"epsilon": 1e-3}, ("y", "", "", "sum"), tolerance=tolerance
+    )
 
 
 @pytest.mark.parametrize("segments", [False, True])
@@ -58,22 +62,24 @@ def test_embed_layer_normalization(positions, mask, segments):
     inputs += [floats(3, 2, 8) if segments else None, floats(4, 8), floats(5, 8)]
     inputs += [np.array([[1, 1, 1, 0], [1, 0, 0, 0]], dtype=np.int32) if mask else None]
     inputs += [ids(*positions, rows=6)] if positions else []
-    check("EmbedLayerNormalization", inputs, {"epsilon": 1e-3}, ("y", "mask_index", "sum"))
+    assert_matches_onnxruntime("EmbedLayerNormalization", inputs, {"epsilon": 1e-3}, ("y", "mask_index", "sum"))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), FLOAT_TYPES)
 @pytest.mark.parametrize("activation", ["silu", "swish", "sigmoid"])
 def test_gated_rms_norm(activation, dtype, tolerance):
     inputs = [floats(1, 2, 3, 24, dtype=dtype), floats(2, 8, dtype=dtype), floats(3, 2, 3, 24, dtype=dtype)]
-    check("GatedRMSNorm", inputs, {"activation": activation, "epsilon": 1e-3}, tolerance=tolerance)
+    assert_matches_onnxruntime("GatedRMSNorm", inputs, {"activation": activation, "epsilon": 1e-3}, tolerance=tolerance)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), FLOAT_TYPES)
 @pytest.mark.parametrize("scale", [None, (3, 8), (24,), (8,)])
 def test_branchwise_rms_norm(scale, dtype, tolerance):
     weights = [] if scale is None else [floats(2, *scale, dtype=dtype)]
-    check("BranchwiseRMSNorm", [floats(1, 2, 3, 8, dtype=dtype), *weights], tolerance=tolerance)
-    check("BranchwiseRMSNorm", [floats(1, 2, 24, dtype=dtype), *weights], {"num_branches": 3}, tolerance=tolerance)
+    assert_matches_onnxruntime("BranchwiseRMSNorm", [floats(1, 2, 3, 8, dtype=dtype), *weights], tolerance=tolerance)
+    assert_matches_onnxruntime(
+        "BranchwiseRMSNorm", [floats(1, 2, 24, dtype=dtype), *weights], {"num_branches": 3}, tolerance=tolerance
+    )
 
 
 @pytest.mark.parametrize("activation", [0, 1])
@@ -87,14 +93,16 @@ def test_group_norm(skip, channels_last, activation):
     added = None if skip is None else floats(4, *skip)
     total = last if added is None else last + (added if added.ndim == 4 else added[:, None, None])
     by_channel = [np.moveaxis(total, -1, 1).copy(), gamma, beta]
-    (truth,) = expected("GroupNormalization", by_channel, {"num_groups": 3, "epsilon": 1e-3}, ("y",), domain="ai.onnx")
+    (truth,) = onnxruntime_outputs(
+        "GroupNormalization", by_channel, {"num_groups": 3, "epsilon": 1e-3}, ("y",), domain="ai.onnx"
+    )
     truth = truth / (1 + np.exp(-truth)) if activation else truth
     attrs |= {"activation": activation, "channels_last": channels_last}
     inputs = [last if channels_last else x, gamma, beta]
     if added is None:
-        (ours,) = found("GroupNorm", inputs, attrs, ("y",))
+        (ours,) = module_outputs("GroupNorm", inputs, attrs, ("y",))
     else:
         added = added if channels_last or added.ndim == 2 else np.moveaxis(added, -1, 1).copy()
-        ours, sums = found("SkipGroupNorm", [*inputs, added], attrs, ("y", "sum"))
-        agree(total if channels_last else by_channel[0], sums, 1e-6)
-    agree(np.moveaxis(truth, 1, -1) if channels_last else truth, ours, 1e-5)
+        ours, sums = module_outputs("SkipGroupNorm", [*inputs, added], attrs, ("y", "sum"))
+        assert_outputs_close(total if channels_last else by_channel[0], sums, 1e-6)
+    assert_outputs_close(np.moveaxis(truth, 1, -1) if channels_last else truth, ours, 1e-5)

@@ -5,7 +5,7 @@ onnxruntime folds scales before it rounds, so a value that falls between two int
 
 import numpy as np
 import pytest
-from onnxruntime_node import expected, found
+from onnxruntime_node import module_outputs, onnxruntime_outputs
 
 TYPES = pytest.mark.parametrize("dtype", [np.uint8, np.int8])
 
@@ -15,14 +15,14 @@ def integers(seed, dtype, *shape):
     return np.random.default_rng(seed).integers(info.min, info.max, size=shape, endpoint=True).astype(dtype)
 
 
-def parameters(seed, dtype, scale=0.03):
+def scale_and_zero_point(seed, dtype, scale=0.03):
     factor = np.random.default_rng(seed).uniform(0.5, 2)  # no simple ratio, so that ties are few
     return [np.array(scale * factor, dtype=np.float32), integers(seed, dtype)]
 
 
-def within_a_step(op_type, inputs, attrs=None, most=1):
-    (truth,) = expected(op_type, inputs, attrs or {}, ("y",))
-    (ours,) = found(op_type, inputs, attrs or {}, ("y",))
+def assert_within_one_step(op_type, inputs, attrs=None, most=1):
+    (truth,) = onnxruntime_outputs(op_type, inputs, attrs or {}, ("y",))
+    (ours,) = module_outputs(op_type, inputs, attrs or {}, ("y",))
     assert ours.shape == truth.shape
     assert ours.dtype == truth.dtype
     steps = np.abs(ours.astype(np.int32) - truth.astype(np.int32))
@@ -34,24 +34,32 @@ def within_a_step(op_type, inputs, attrs=None, most=1):
 @pytest.mark.parametrize("op_type", ["QLinearAdd", "QLinearMul"])
 def test_binary(op_type, dtype):
     a, b = integers(1, dtype, 2, 3, 40), integers(2, dtype, 3, 1)
-    within_a_step(op_type, [a, *parameters(3, dtype), b, *parameters(4, dtype), *parameters(5, dtype, 0.1)])
+    assert_within_one_step(
+        op_type,
+        [a, *scale_and_zero_point(3, dtype), b, *scale_and_zero_point(4, dtype), *scale_and_zero_point(5, dtype, 0.1)],
+    )
     if op_type == "QLinearAdd":  # onnxruntime infers no type for the other
-        within_a_step(op_type, [a, *parameters(3, dtype), b, *parameters(4, dtype), np.array(0.17, dtype=np.float32)])
+        assert_within_one_step(
+            op_type,
+            [a, *scale_and_zero_point(3, dtype), b, *scale_and_zero_point(4, dtype), np.array(0.17, dtype=np.float32)],
+        )
 
 
 @TYPES
 def test_unary(dtype):
     x = integers(1, dtype, 2, 128)
-    within_a_step(
+    assert_within_one_step(
         "QLinearSigmoid",
         [
             x,
-            *parameters(2, dtype),
+            *scale_and_zero_point(2, dtype),
             np.array(1 / 256, dtype=np.float32),
             np.array(-3 if dtype == np.int8 else 5, dtype=dtype),
         ],
     )
-    within_a_step("QLinearLeakyRelu", [x, *parameters(2, dtype), *parameters(3, dtype)], {"alpha": 0.2})
+    assert_within_one_step(
+        "QLinearLeakyRelu", [x, *scale_and_zero_point(2, dtype), *scale_and_zero_point(3, dtype)], {"alpha": 0.2}
+    )
 
 
 @TYPES
@@ -60,18 +68,25 @@ def test_unary(dtype):
 def test_softmax(opset, axis, dtype):
     x, zero = integers(1, dtype, 3, 4, 5), np.array(np.iinfo(dtype).min, dtype=dtype)
     inputs = [x, np.array(0.02, dtype=np.float32), zero, np.array(1 / 256, dtype=np.float32), zero]
-    within_a_step("QLinearSoftmax", inputs, {"axis": axis, "opset": opset})
+    assert_within_one_step("QLinearSoftmax", inputs, {"axis": axis, "opset": opset})
 
 
 @TYPES
 def test_concat_and_where(dtype):
     a, b = integers(1, dtype, 2, 30), integers(2, dtype, 2, 20)
-    parts = [*parameters(3, dtype), a, *parameters(4, dtype), b, *parameters(5, dtype)]
-    within_a_step("QLinearConcat", parts, {"axis": 1})
+    parts = [*scale_and_zero_point(3, dtype), a, *scale_and_zero_point(4, dtype), b, *scale_and_zero_point(5, dtype)]
+    assert_within_one_step("QLinearConcat", parts, {"axis": 1})
     condition = np.random.default_rng(6).random((2, 30)) > 0.5
-    within_a_step(
+    assert_within_one_step(
         "QLinearWhere",
-        [condition, a, *parameters(4, dtype), integers(7, dtype, 1, 30), *parameters(5, dtype), *parameters(3, dtype)],
+        [
+            condition,
+            a,
+            *scale_and_zero_point(4, dtype),
+            integers(7, dtype, 1, 30),
+            *scale_and_zero_point(5, dtype),
+            *scale_and_zero_point(3, dtype),
+        ],
     )
 
 
@@ -79,18 +94,20 @@ def test_concat_and_where(dtype):
 @pytest.mark.parametrize("channels_last", [0, 1])
 def test_pools(channels_last, dtype):
     x = integers(1, dtype, 2, 6, 7, 5)
-    inputs = [x, *parameters(2, dtype), *parameters(3, dtype)]
-    within_a_step("QLinearGlobalAveragePool", inputs, {"channels_last": channels_last})
+    inputs = [x, *scale_and_zero_point(2, dtype), *scale_and_zero_point(3, dtype)]
+    assert_within_one_step("QLinearGlobalAveragePool", inputs, {"channels_last": channels_last})
     attrs = {"channels_last": channels_last, "kernel_shape": [2, 3], "strides": [2, 1], "pads": [0, 1, 1, 1]}
-    within_a_step("QLinearAveragePool", inputs, attrs)
-    within_a_step("QLinearAveragePool", inputs, {**attrs, "count_include_pad": 1})
+    assert_within_one_step("QLinearAveragePool", inputs, attrs)
+    assert_within_one_step("QLinearAveragePool", inputs, {**attrs, "count_include_pad": 1})
 
 
 def test_reduce_mean():
     """onnxruntime has no CPU kernel of it: numpy is the truth."""
     x = integers(1, np.uint8, 2, 3, 4)
     inputs = [x, np.array(0.1, dtype=np.float32), np.array(9, dtype=np.uint8), np.array(0.05, dtype=np.float32)]
-    (ours,) = found("QLinearReduceMean", [*inputs, np.array(100, dtype=np.uint8)], {"axes": [1], "keepdims": 1}, ("y",))
+    (ours,) = module_outputs(
+        "QLinearReduceMean", [*inputs, np.array(100, dtype=np.uint8)], {"axes": [1], "keepdims": 1}, ("y",)
+    )
     mean = (x.astype(np.float64) - 9).mean(axis=1, keepdims=True) * 0.1
     np.testing.assert_allclose(ours, np.clip(np.rint(mean / 0.05) + 100, 0, 255), atol=1)
 
@@ -98,6 +115,6 @@ def test_reduce_mean():
 @pytest.mark.parametrize("channels_last", [0, 1])
 def test_conv(channels_last):
     x = integers(1, np.uint8, 2, 6, 7, 3) if channels_last else integers(1, np.uint8, 2, 3, 6, 7)
-    inputs = [x, *parameters(2, np.uint8), integers(3, np.int8, 4, 3, 2, 2), np.array(0.01, dtype=np.float32)]
-    inputs += [np.array(0, dtype=np.int8), *parameters(5, np.uint8, 0.5)]
-    within_a_step("QLinearConv", inputs, {"channels_last": channels_last, "pads": [1, 0, 0, 1]}, most=0)
+    inputs = [x, *scale_and_zero_point(2, np.uint8), integers(3, np.int8, 4, 3, 2, 2), np.array(0.01, dtype=np.float32)]
+    inputs += [np.array(0, dtype=np.int8), *scale_and_zero_point(5, np.uint8, 0.5)]
+    assert_within_one_step("QLinearConv", inputs, {"channels_last": channels_last, "pads": [1, 0, 0, 1]}, most=0)

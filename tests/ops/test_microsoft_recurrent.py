@@ -6,7 +6,7 @@ of its range: the tolerance is that of a few such steps.
 
 import numpy as np
 import pytest
-from onnxruntime_node import check
+from onnxruntime_node import assert_matches_onnxruntime
 
 TIME, BATCH, IN, HIDDEN = 5, 3, 6, 8
 
@@ -15,7 +15,7 @@ def floats(seed, *shape):
     return (np.random.default_rng(seed).normal(size=shape) * 0.5).astype(np.float32)
 
 
-def inputs(directions, by_channel, dtype, extras):
+def lstm_inputs(directions, by_channel, dtype, extras):
     rng = np.random.default_rng(1)
     info = np.iinfo(dtype)
     shape = (directions, 4 * HIDDEN) if by_channel else (directions,)
@@ -41,11 +41,13 @@ def inputs(directions, by_channel, dtype, extras):
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8])
 @pytest.mark.parametrize("extras", [False, True])
 def test_dynamic_quantize_lstm(extras, dtype, by_channel, direction):
-    case = inputs(2 if direction == "bidirectional" else 1, by_channel, dtype, extras)
-    check("DynamicQuantizeLSTM", case, {"direction": direction, "hidden_size": HIDDEN}, ("y", "h", "c"), tolerance=1e-2)
+    case = lstm_inputs(2 if direction == "bidirectional" else 1, by_channel, dtype, extras)
+    assert_matches_onnxruntime(
+        "DynamicQuantizeLSTM", case, {"direction": direction, "hidden_size": HIDDEN}, ("y", "h", "c"), tolerance=1e-2
+    )
 
 
 def test_one_step_is_exact():
-    case = inputs(1, True, np.int8, True)
+    case = lstm_inputs(1, True, np.int8, True)
     case[0], case[4] = case[0][:1], None
-    check("DynamicQuantizeLSTM", case, {"hidden_size": HIDDEN}, ("y", "h", "c"), tolerance=2e-6)
+    assert_matches_onnxruntime("DynamicQuantizeLSTM", case, {"hidden_size": HIDDEN}, ("y", "h", "c"), tolerance=2e-6)

@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnxruntime_node import DOMAIN, agree, found
+from onnxruntime_node import CONTRIB_DOMAIN, assert_outputs_close, module_outputs
 
 HEADS, KV, DIM, BLOCK, CAPACITY = 4, 2, 16, 16, 64
 OUTPUTS = ("y", "present_key", "present_value")
@@ -16,7 +16,7 @@ LAYOUTS = np.array(
 )
 
 
-def csr(layouts):
+def layouts_to_csr(layouts):
     """The layouts' rows, and their columns filled up with -1."""
     rows = np.concatenate([np.zeros((len(layouts), 1)), layouts.sum(axis=2).cumsum(axis=1)], axis=1)
     columns = [np.nonzero(layout)[1] for layout in layouts]
@@ -30,16 +30,16 @@ def floats(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def onnxruntime(inputs, attrs):
+def shared_buffer_outputs(inputs, attrs):
     """onnxruntime's outputs; it wants each past and present to be one buffer."""
     names = ["" if x is None else f"x{i}" for i, x in enumerate(inputs)]
     types = onnx.helper.np_dtype_to_tensor_dtype
     values = [
         onnx.helper.make_tensor_value_info(n, types(x.dtype), x.shape) for n, x in zip(names, inputs, strict=True) if n
     ]
-    node = onnx.helper.make_node("SparseAttention", names, OUTPUTS, domain=DOMAIN, **attrs)
+    node = onnx.helper.make_node("SparseAttention", names, OUTPUTS, domain=CONTRIB_DOMAIN, **attrs)
     graph = onnx.helper.make_graph([node], "node", values, [onnx.ValueInfoProto(name=n) for n in OUTPUTS])
-    imports = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid(DOMAIN, 1)]
+    imports = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid(CONTRIB_DOMAIN, 1)]
     model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
@@ -64,19 +64,19 @@ def test_sparse_attention(held, seq, layouts, packed, rotary):
     width = (HEADS + 2 * KV) * DIM if packed else HEADS * DIM
     inputs = [floats(1, 2, seq, width)]
     inputs += [None, None] if packed else [floats(2, 2, seq, KV * DIM), floats(3, 2, seq, KV * DIM)]
-    inputs += [floats(4, 2, KV, CAPACITY, DIM), floats(5, 2, KV, CAPACITY, DIM), *csr(LAYOUTS[:layouts])]
+    inputs += [floats(4, 2, KV, CAPACITY, DIM), floats(5, 2, KV, CAPACITY, DIM), *layouts_to_csr(LAYOUTS[:layouts])]
     inputs += [np.array([lengths.max()], dtype=np.int32), lengths]
     attrs = {"num_heads": HEADS, "kv_num_heads": KV, "sparse_block_size": BLOCK}
     if rotary is not None:
         inputs += [floats(6, CAPACITY, DIM // 2), floats(7, CAPACITY, DIM // 2)]
         attrs |= {"do_rotary": 1, "rotary_interleaved": rotary}
-    ours = found("SparseAttention", inputs, attrs, OUTPUTS)
+    ours = module_outputs("SparseAttention", inputs, attrs, OUTPUTS)
     for row, length in enumerate(lengths):  # one by one: onnxruntime mixes up the heads of rows of different lengths
         alone = [
             x[row : row + 1].copy() if i in (0, 1, 2, 3, 4, 8) and x is not None else x for i, x in enumerate(inputs)
         ]
         alone[7] = lengths[row : row + 1]
-        truth = onnxruntime(alone, attrs)
-        agree(truth[0][0], ours[0][row], 1e-5)
+        truth = shared_buffer_outputs(alone, attrs)
+        assert_outputs_close(truth[0][0], ours[0][row], 1e-5)
         for a, b in zip(truth[1:], ours[1:], strict=True):
-            agree(a[0, :, :length], b[row, :, :length], 1e-6)
+            assert_outputs_close(a[0, :, :length], b[row, :, :length], 1e-6)

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from numpy_node import run, same
+from numpy_node import assert_node_gives, run_node
 
-some = settings(max_examples=60, derandomize=True)
+SETTINGS = settings(max_examples=60, derandomize=True)
 # Few different values, so that there are ties; the smallest integer has no negative.
 arrays = hnp.arrays(
     np.int32,
@@ -17,7 +17,7 @@ arrays = hnp.arrays(
 kinds = st.sampled_from([np.int32, np.float32, np.uint8, np.float16])
 
 
-@some
+@SETTINGS
 @given(arrays, kinds, st.booleans(), st.data())
 def test_top_k(x, kind, largest, data):
     with np.errstate(over="ignore"):
@@ -27,23 +27,23 @@ def test_top_k(x, kind, largest, data):
     rank = x.astype(np.float64) * (-1 if largest else 1)
     order = np.take(np.argsort(rank, axis=axis, kind="stable"), np.arange(k), axis=axis)
     inputs = [x, np.array([k], np.int64)]
-    values, indices = run("TopK", inputs, {"axis": axis, "largest": int(largest)}, ("values", "indices"))
+    values, indices = run_node("TopK", inputs, {"axis": axis, "largest": int(largest)}, ("values", "indices"))
     np.testing.assert_array_equal(indices, order)
     np.testing.assert_array_equal(values, np.take_along_axis(x, order, axis=axis))
 
 
 @pytest.mark.parametrize(("kind", "find"), [("ArgMax", np.argmax), ("ArgMin", np.argmin)])
-@some
+@SETTINGS
 @given(x=arrays, last=st.booleans(), keepdims=st.booleans(), data=st.data())
 def test_arg(kind, find, x, last, keepdims, data):
     axis = data.draw(st.integers(-x.ndim, x.ndim - 1))
     truth = x.shape[axis] - 1 - find(np.flip(x, axis), axis=axis) if last else find(x, axis=axis)
     truth = np.expand_dims(truth, axis) if keepdims else truth
     attrs = {"axis": axis, "keepdims": int(keepdims), "select_last_index": int(last)}
-    same(kind, [x], np.asarray(truth, np.int64), attrs)
+    assert_node_gives(kind, [x], np.asarray(truth, np.int64), attrs)
 
 
-@some
+@SETTINGS
 @given(arrays, st.booleans(), st.booleans(), st.data())
 def test_running_sums_and_products(x, exclusive, backward, data):
     x = (x % 5).astype(np.float32)
@@ -56,13 +56,15 @@ def test_running_sums_and_products(x, exclusive, backward, data):
             turned = np.concatenate([first, np.delete(turned, -1, axis=axis)], axis=axis)
         truth = run_over(turned, axis=axis)
         truth = np.flip(truth, axis) if backward else truth
-        same(kind, [x, np.array(axis, np.int64)], truth.astype(np.float32), attrs, opset=26, tolerance=1e-6)
+        assert_node_gives(
+            kind, [x, np.array(axis, np.int64)], truth.astype(np.float32), attrs, opset=26, tolerance=1e-6
+        )
 
 
 def test_places_of_elements():
     x = np.array([[0, 2, 0], [3, 0, 4]], np.float32)
-    same("NonZero", [x], np.array(np.nonzero(x), np.int64))
-    same("NonZero", [np.zeros((2, 0), np.float32)], np.zeros((2, 0), np.int64))
+    assert_node_gives("NonZero", [x], np.array(np.nonzero(x), np.int64))
+    assert_node_gives("NonZero", [np.zeros((2, 0), np.float32)], np.zeros((2, 0), np.int64))
 
 
 @pytest.mark.parametrize("axis", [None, 0, 1])
@@ -70,7 +72,7 @@ def test_unique_in_order_of_appearance(axis):
     x = np.array([[3, 1, 3], [1, 1, 1], [3, 1, 3]], np.int32)
     attrs = {"sorted": 0} | ({} if axis is None else {"axis": axis})
     names = ("y", "first", "inverse", "counts")
-    y, first, inverse, counts = run("Unique", [x], attrs, names)
+    y, first, inverse, counts = run_node("Unique", [x], attrs, names)
     parts = x.reshape(-1) if axis is None else np.moveaxis(x, axis, 0)
     seen: list = []
     for part in parts.tolist():

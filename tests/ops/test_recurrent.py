@@ -2,19 +2,19 @@
 
 import numpy as np
 import pytest
-from onnxruntime_node import check
+from onnxruntime_node import assert_matches_onnxruntime
 
 rng = np.random.default_rng(0)
 TIME, BATCH, IN, HIDDEN = 4, 3, 2, 5
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
-NAMES = {"RNN": ("y", "h"), "GRU": ("y", "h"), "LSTM": ("y", "h", "c")}
+OUTPUT_NAMES = {"RNN": ("y", "h"), "GRU": ("y", "h"), "LSTM": ("y", "h", "c")}
 
 
 def floats(*shape):
     return (0.5 * rng.normal(size=shape)).astype(np.float32)
 
 
-def given(kind, direction, *, bias=True, lengths=False, initial=True, peephole=False):
+def recurrent_inputs(kind, direction, *, bias=True, lengths=False, initial=True, peephole=False):
     n, gates = 2 if direction == "bidirectional" else 1, GATES[kind]
     state = floats(n, BATCH, HIDDEN)
     inputs = [
@@ -32,30 +32,36 @@ def given(kind, direction, *, bias=True, lengths=False, initial=True, peephole=F
     return inputs
 
 
-def onnx(kind, inputs, **attrs):
-    check(kind, inputs, {"hidden_size": HIDDEN, **attrs}, NAMES[kind], domain="ai.onnx")
+def check_onnx_node(kind, inputs, **attrs):
+    assert_matches_onnxruntime(kind, inputs, {"hidden_size": HIDDEN, **attrs}, OUTPUT_NAMES[kind], domain="ai.onnx")
 
 
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
 def test_directions(kind, direction):
-    onnx(kind, given(kind, direction), direction=direction)
-    onnx(kind, given(kind, direction, bias=False, initial=False), direction=direction)
-    onnx(kind, given(kind, direction, lengths=True), direction=direction)
+    check_onnx_node(kind, recurrent_inputs(kind, direction), direction=direction)
+    check_onnx_node(kind, recurrent_inputs(kind, direction, bias=False, initial=False), direction=direction)
+    check_onnx_node(kind, recurrent_inputs(kind, direction, lengths=True), direction=direction)
 
 
 def test_lstm_with_peepholes_and_coupled_gates():
-    onnx("LSTM", given("LSTM", "bidirectional", peephole=True, lengths=True), direction="bidirectional")
-    onnx("LSTM", given("LSTM", "forward"), input_forget=1)
+    check_onnx_node(
+        "LSTM", recurrent_inputs("LSTM", "bidirectional", peephole=True, lengths=True), direction="bidirectional"
+    )
+    check_onnx_node("LSTM", recurrent_inputs("LSTM", "forward"), input_forget=1)
 
 
 def test_gru_that_resets_after_the_product():
-    onnx("GRU", given("GRU", "bidirectional"), direction="bidirectional", linear_before_reset=1)
+    check_onnx_node("GRU", recurrent_inputs("GRU", "bidirectional"), direction="bidirectional", linear_before_reset=1)
 
 
 @pytest.mark.parametrize("kind", GATES)
 def test_clips(kind):
-    onnx(kind, [3 * x if x is not None and x.dtype == np.float32 else x for x in given(kind, "forward")], clip=0.7)
+    check_onnx_node(
+        kind,
+        [3 * x if x is not None and x.dtype == np.float32 else x for x in recurrent_inputs(kind, "forward")],
+        clip=0.7,
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,10 +79,12 @@ def test_clips(kind):
     ],
 )
 def test_activations(name, more):
-    onnx("RNN", given("RNN", "forward"), activations=[name], **more)
+    check_onnx_node("RNN", recurrent_inputs("RNN", "forward"), activations=[name], **more)
 
 
 def test_alphas_go_to_those_that_take_one():
     activations = ["HardSigmoid", "LeakyRelu", "Tanh", "Sigmoid", "ScaledTanh", "Relu"]
     more = {"activation_alpha": [0.3, 0.1, 0.6], "activation_beta": [0.4, 1.2]}
-    onnx("LSTM", given("LSTM", "bidirectional"), direction="bidirectional", activations=activations, **more)
+    check_onnx_node(
+        "LSTM", recurrent_inputs("LSTM", "bidirectional"), direction="bidirectional", activations=activations, **more
+    )

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from numpy_node import same
+from numpy_node import assert_node_gives
 
-some = settings(max_examples=60, derandomize=True)
+SETTINGS = settings(max_examples=60, derandomize=True)
 
 # kind -> (NumPy's function of a float64 array, what it makes of nothing, the opset from which axes are an input)
-KINDS = {
+REDUCTIONS = {
     "ReduceSum": (np.sum, 0, 13),
     "ReduceMean": (np.mean, np.nan, 18),
     "ReduceMax": (np.max, -np.inf, 18),
@@ -24,7 +24,7 @@ KINDS = {
 }
 
 
-def reduced(function, empty, x, axes, keepdims):
+def numpy_reduction(function, empty, x, axes, keepdims):
     wide = x.astype(np.float64)
     if all(x.shape[axis] for axis in axes):
         return np.asarray(function(wide, axis=axes, keepdims=keepdims)).astype(x.dtype)
@@ -32,41 +32,45 @@ def reduced(function, empty, x, axes, keepdims):
     return np.full(shape, empty, x.dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@some
+@pytest.mark.parametrize("kind", REDUCTIONS)
+@SETTINGS
 @given(shape=hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=3), data=st.data())
 def test_axes(kind, shape, data):
-    function, empty, since = KINDS[kind]
+    function, empty, since = REDUCTIONS[kind]
     rng = np.random.default_rng(data.draw(st.integers(0, 9)))
     x = (rng.random(shape) + 0.5).astype(data.draw(st.sampled_from([np.float32, np.float16])))
     axes = tuple(sorted(data.draw(st.sets(st.integers(0, len(shape) - 1), min_size=1))))
     signed = [axis - len(shape) if data.draw(st.booleans()) else axis for axis in axes]
     keepdims = data.draw(st.booleans())
-    truth = reduced(function, empty, x, axes, keepdims)
+    truth = numpy_reduction(function, empty, x, axes, keepdims)
     tolerance = 1e-5 if x.dtype == np.float32 else 4e-3
-    same(kind, [x, np.array(signed, np.int64)], truth, {"keepdims": int(keepdims)}, opset=since, tolerance=tolerance)
-    same(kind, [x], truth, {"axes": signed, "keepdims": int(keepdims)}, opset=since - 1, tolerance=tolerance)
+    assert_node_gives(
+        kind, [x, np.array(signed, np.int64)], truth, {"keepdims": int(keepdims)}, opset=since, tolerance=tolerance
+    )
+    assert_node_gives(
+        kind, [x], truth, {"axes": signed, "keepdims": int(keepdims)}, opset=since - 1, tolerance=tolerance
+    )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", REDUCTIONS)
 def test_no_axes_are_all_of_them_or_none(kind):
-    function, empty, since = KINDS[kind]
+    function, empty, since = REDUCTIONS[kind]
     x = (np.random.default_rng(1).random((2, 3)) + 0.5).astype(np.float32)
     for axes in (None, np.array([], np.int64)):
         for keepdims in (False, True):
             attrs = {"keepdims": int(keepdims)}
-            whole = reduced(function, empty, x, (0, 1), keepdims)
-            same(kind, [x, axes], whole, attrs, opset=since, tolerance=1e-6)
+            whole = numpy_reduction(function, empty, x, (0, 1), keepdims)
+            assert_node_gives(kind, [x, axes], whole, attrs, opset=since, tolerance=1e-6)
             # Over no axes each element is its own sum: |x| of L2, log of LogSum, x itself of the mean.
             each = np.asarray(function(x.astype(np.float64)[..., None], axis=-1)).astype(np.float32)
-            same(kind, [x, axes], each, {**attrs, "noop_with_empty_axes": 1}, opset=since, tolerance=1e-6)
+            assert_node_gives(kind, [x, axes], each, {**attrs, "noop_with_empty_axes": 1}, opset=since, tolerance=1e-6)
 
 
 def test_scalars_and_integers():
-    same("ReduceSum", [np.float32(3)], np.float32(3))
+    assert_node_gives("ReduceSum", [np.float32(3)], np.float32(3))
     x = np.array([[100, 100], [-3, 50]], np.int32)
-    same("ReduceSum", [x, np.array([0])], x.sum(axis=0, keepdims=True).astype(np.int32))
-    same("ReduceProd", [x], np.prod(x, keepdims=True).astype(np.int32))
-    same("ReduceMax", [x.astype(np.int8), np.array([1])], x.max(axis=1, keepdims=True).astype(np.int8))
-    same("ReduceMax", [np.zeros((2, 0), np.int8), np.array([1])], np.full((2, 1), -128, np.int8), opset=20)
-    same("ReduceMin", [np.array([[True, False]]), np.array([1])], np.array([[False]]), opset=20)
+    assert_node_gives("ReduceSum", [x, np.array([0])], x.sum(axis=0, keepdims=True).astype(np.int32))
+    assert_node_gives("ReduceProd", [x], np.prod(x, keepdims=True).astype(np.int32))
+    assert_node_gives("ReduceMax", [x.astype(np.int8), np.array([1])], x.max(axis=1, keepdims=True).astype(np.int8))
+    assert_node_gives("ReduceMax", [np.zeros((2, 0), np.int8), np.array([1])], np.full((2, 1), -128, np.int8), opset=20)
+    assert_node_gives("ReduceMin", [np.array([[True, False]]), np.array([1])], np.array([[False]]), opset=20)

@@ -5,44 +5,45 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from numpy_node import run, same
+from numpy_node import assert_node_gives, run_node
 
 from mlx_transmuter.ops import OperatorError
 
-some = settings(max_examples=80, derandomize=True)
-FAR = np.iinfo(np.int64)
-bounds = st.one_of(st.integers(-7, 7), st.sampled_from([FAR.min, FAR.min + 1, FAR.max, 2**31, -(2**31) - 1]))
+SETTINGS = settings(max_examples=80, derandomize=True)
+INT64 = np.iinfo(np.int64)
+bounds = st.one_of(st.integers(-7, 7), st.sampled_from([INT64.min, INT64.min + 1, INT64.max, 2**31, -(2**31) - 1]))
 arrays = hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=4).map(
     lambda shape: np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape)
 )
 
 
-def ints(*values):
+def int64_array(*values):
     return np.array(values, np.int64)
 
 
-@some
+@SETTINGS
 @given(arrays, st.data())
 def test_slices(x, data):
     axes = data.draw(st.permutations(range(x.ndim)).flatmap(lambda p: st.integers(1, x.ndim).map(lambda n: p[:n])))
     cut = [
-        data.draw(st.tuples(bounds, bounds, st.sampled_from([1, 2, 3, -1, -2, -3, FAR.max, FAR.min + 1]))) for _ in axes
+        data.draw(st.tuples(bounds, bounds, st.sampled_from([1, 2, 3, -1, -2, -3, INT64.max, INT64.min + 1])))
+        for _ in axes
     ]
     places = [slice(None)] * x.ndim
     for axis, (start, end, step) in zip(axes, cut, strict=True):
         # ONNX's end below -size of a backward slice means "to the beginning", as NumPy's does.
         places[axis] = slice(start, end, step)
     signed = [axis - x.ndim if data.draw(st.booleans()) else axis for axis in axes]
-    starts, ends, steps = (ints(*column) for column in zip(*cut, strict=True))
-    same("Slice", [x, starts, ends, ints(*signed), steps], x[tuple(places)])
+    starts, ends, steps = (int64_array(*column) for column in zip(*cut, strict=True))
+    assert_node_gives("Slice", [x, starts, ends, int64_array(*signed), steps], x[tuple(places)])
 
 
 def test_slices_by_default_take_the_first_axes_by_ones():
     x = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-    same("Slice", [x, ints(1, 0), ints(2, -1)], x[1:2, 0:-1])
+    assert_node_gives("Slice", [x, int64_array(1, 0), int64_array(2, -1)], x[1:2, 0:-1])
 
 
-@some
+@SETTINGS
 @given(arrays, st.data())
 def test_reshapes_with_zero_and_the_rest(x, data):
     assume(x.size)
@@ -53,36 +54,36 @@ def test_reshapes_with_zero_and_the_rest(x, data):
     shape[hole] = -1
     # A 0 keeps the size at that place, so it stands only where the size is already there.
     shape = [0 if i != hole and n == x.shape[i] and data.draw(st.booleans()) else n for i, n in enumerate(shape)]
-    same("Reshape", [x, ints(*shape)], x.reshape(sizes))
+    assert_node_gives("Reshape", [x, int64_array(*shape)], x.reshape(sizes))
 
 
 def test_reshapes_of_nothing():
     x = np.zeros((0, 3), np.float32)
-    same("Reshape", [x, ints(3, 0)], np.zeros((3, 0), np.float32), {"allowzero": 1})
-    same("Reshape", [x, ints(0, -1)], np.zeros((0, 0), np.float32))
-    same("Reshape", [np.float32(5).reshape(1), ints()], np.float32(5))
+    assert_node_gives("Reshape", [x, int64_array(3, 0)], np.zeros((3, 0), np.float32), {"allowzero": 1})
+    assert_node_gives("Reshape", [x, int64_array(0, -1)], np.zeros((0, 0), np.float32))
+    assert_node_gives("Reshape", [np.float32(5).reshape(1), int64_array()], np.float32(5))
 
 
 def test_a_shape_that_does_not_fit_says_so():
     with pytest.raises(OperatorError, match=r"\[4\] for x \[2, 3\]"):
-        run("Reshape", [np.zeros((2, 3), np.float32), ints(4)])
+        run_node("Reshape", [np.zeros((2, 3), np.float32), int64_array(4)])
 
 
-@some
+@SETTINGS
 @given(arrays, st.data())
 def test_squeeze_undoes_unsqueeze(x, data):
     rank = x.ndim + data.draw(st.integers(0, 2))
     axes = data.draw(st.permutations(range(rank)))[: rank - x.ndim]
     signed = [axis - rank if data.draw(st.booleans()) else axis for axis in axes]
     wide = np.expand_dims(x, tuple(axes)) if axes else x
-    for opset, inputs, attrs in ((13, [x, ints(*signed)], {}), (11, [x], {"axes": signed})):
-        same("Unsqueeze", inputs, wide, attrs, opset=opset)
+    for opset, inputs, attrs in ((13, [x, int64_array(*signed)], {}), (11, [x], {"axes": signed})):
+        assert_node_gives("Unsqueeze", inputs, wide, attrs, opset=opset)
         if axes:
-            same("Squeeze", [wide, *inputs[1:]], x, attrs, opset=opset)
-    same("Squeeze", [wide], np.squeeze(wide))
+            assert_node_gives("Squeeze", [wide, *inputs[1:]], x, attrs, opset=opset)
+    assert_node_gives("Squeeze", [wide], np.squeeze(wide))
 
 
-@some
+@SETTINGS
 @given(arrays, st.data())
 def test_expand_and_tile(x, data):
     target = [n if n != 1 else data.draw(st.integers(0, 3)) for n in x.shape]
@@ -90,12 +91,12 @@ def test_expand_and_tile(x, data):
     # A 1 in the shape keeps the array's size.
     asked = [1 if data.draw(st.booleans()) and n == m else n for n, m in zip(target, x.shape, strict=True)]
     truth = np.broadcast_to(x, [*lead, *[m if n == 1 else n for n, m in zip(asked, x.shape, strict=True)]])
-    same("Expand", [x, ints(*lead, *asked)], truth)
+    assert_node_gives("Expand", [x, int64_array(*lead, *asked)], truth)
     repeats = [data.draw(st.integers(0, 3)) for _ in x.shape]
-    same("Tile", [x, ints(*repeats)], np.tile(x, repeats))
+    assert_node_gives("Tile", [x, int64_array(*repeats)], np.tile(x, repeats))
 
 
-@some
+@SETTINGS
 @given(arrays, st.data())
 def test_concat_undoes_split(x, data):
     axis = data.draw(st.integers(-x.ndim, x.ndim - 1))
@@ -103,22 +104,28 @@ def test_concat_undoes_split(x, data):
     parts = np.split(x, cuts, axis=axis)
     names = tuple(f"y{i}" for i in range(len(parts)))
     sizes = [part.shape[axis] for part in parts]
-    for opset, inputs, attrs in ((18, [x, ints(*sizes)], {}), (13, [x, ints(*sizes)], {}), (11, [x], {"split": sizes})):
-        for one, other in zip(run("Split", inputs, {"axis": axis, **attrs}, names, opset=opset), parts, strict=True):
+    for opset, inputs, attrs in (
+        (18, [x, int64_array(*sizes)], {}),
+        (13, [x, int64_array(*sizes)], {}),
+        (11, [x], {"split": sizes}),
+    ):
+        for one, other in zip(
+            run_node("Split", inputs, {"axis": axis, **attrs}, names, opset=opset), parts, strict=True
+        ):
             np.testing.assert_array_equal(one, other)
-    same("Concat", parts, x, {"axis": axis})
+    assert_node_gives("Concat", parts, x, {"axis": axis})
 
 
 @pytest.mark.parametrize(("size", "parts", "sizes"), [(7, 3, [3, 3, 1]), (6, 3, [2, 2, 2]), (5, 4, [2, 2, 1, 0])])
 def test_split_into_a_number_of_parts(size, parts, sizes):
     x = np.arange(size, dtype=np.float32)
     names = tuple(f"y{i}" for i in range(parts))
-    found = run("Split", [x], {"num_outputs": parts}, names, opset=18)
+    found = run_node("Split", [x], {"num_outputs": parts}, names, opset=18)
     assert [part.size for part in found] == sizes
     np.testing.assert_array_equal(np.concatenate(found), x)
 
 
-@some
+@SETTINGS
 @given(arrays, st.sampled_from(["constant", "reflect", "edge", "wrap"]), st.data())
 def test_pads_and_crops(x, mode, data):
     assume(x.size or mode == "constant")
@@ -131,22 +138,24 @@ def test_pads_and_crops(x, mode, data):
     crop = tuple(slice(max(-low, 0), n - max(-high, 0)) for n, (low, high) in zip(x.shape, full, strict=True))
     more = {"constant_values": -1.5} if mode == "constant" else {}
     truth = np.pad(x[crop], [(max(low, 0), max(high, 0)) for low, high in full], mode=mode, **more)
-    pads = ints(*(low for low, _ in widths), *(high for _, high in widths))
-    same("Pad", [x, pads, np.float32(-1.5), ints(*axes)], truth, {"mode": mode})
+    pads = int64_array(*(low for low, _ in widths), *(high for _, high in widths))
+    assert_node_gives("Pad", [x, pads, np.float32(-1.5), int64_array(*axes)], truth, {"mode": mode})
 
 
-@some
+@SETTINGS
 @given(hnp.array_shapes(min_dims=2, max_dims=3, min_side=0, max_side=4), bounds, st.booleans())
 def test_triangles(shape, k, upper):
     x = np.arange(1, 1 + int(np.prod(shape)), dtype=np.float32).reshape(shape)
     near = max(min(k, 10), -10)
-    same("Trilu", [x, np.array(k, np.int64)], (np.triu if upper else np.tril)(x, near), {"upper": int(upper)})
+    assert_node_gives(
+        "Trilu", [x, np.array(k, np.int64)], (np.triu if upper else np.tril)(x, near), {"upper": int(upper)}
+    )
 
 
 def test_shape_and_size_of_a_part():
     x = np.zeros((2, 3, 4), np.float32)
-    same("Shape", [x], ints(2, 3, 4))
-    same("Shape", [x], ints(3), {"start": -2, "end": -1})
-    same("Shape", [x], ints(), {"start": 3, "end": 1})
-    same("Size", [x], np.array(24, np.int64))
-    same("Shape", [np.float32(1)], ints())
+    assert_node_gives("Shape", [x], int64_array(2, 3, 4))
+    assert_node_gives("Shape", [x], int64_array(3), {"start": -2, "end": -1})
+    assert_node_gives("Shape", [x], int64_array(), {"start": 3, "end": 1})
+    assert_node_gives("Size", [x], np.array(24, np.int64))
+    assert_node_gives("Shape", [np.float32(1)], int64_array())

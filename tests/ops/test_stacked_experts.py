@@ -9,13 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_transmuter.ops import layer
-from mlx_transmuter.ops.experts import MANY, QuantizedSwitchLinear, SwitchLinear, combine, dispatch, switch_linear
+from mlx_transmuter.ops import make_layer
+from mlx_transmuter.ops.mlx.switch_linear import (
+    MIN_SORTED_CHOICES,
+    QuantizedSwitchLinear,
+    SwitchLinear,
+    combine_expert_outputs,
+    dispatch_to_experts,
+    switch_linear,
+)
 
-NEAR = {mx.float32: 1e-5, mx.float16: 1e-2, mx.bfloat16: 6e-2}
+TOLERANCES = {mx.float32: 1e-5, mx.float16: 1e-2, mx.bfloat16: 6e-2}
 
 
-def filled(experts: int, inputs: int, outputs: int, bias: bool, draw: np.random.Generator) -> SwitchLinear:
+def random_switch_linear(
+    experts: int, inputs: int, outputs: int, bias: bool, draw: np.random.Generator
+) -> SwitchLinear:
     made = SwitchLinear(experts, inputs, outputs, bias)
     made.weight = mx.array(draw.normal(size=(experts, outputs, inputs)) / inputs**0.5, mx.float32)
     if bias:
@@ -23,13 +32,13 @@ def filled(experts: int, inputs: int, outputs: int, bias: bool, draw: np.random.
     return made
 
 
-def mixture(x, indices, scores, up, down, pad: int = 0):
-    rows, experts, order = dispatch(x, indices)
+def run_mixture(x, indices, scores, up, down, pad: int = 0):
+    rows, experts, order = dispatch_to_experts(x, indices)
     inner = mx.maximum(switch_linear(rows, up, experts, pad=pad), 0)
-    return combine(switch_linear(inner, down, experts), order, scores)
+    return combine_expert_outputs(switch_linear(inner, down, experts), order, scores)
 
 
-def weight_of(held: nn.Module) -> np.ndarray:
+def dequantized_weight(held: nn.Module) -> np.ndarray:
     """The weight in floats, by MLX's own dequantize where it is in few bits."""
     if isinstance(held, QuantizedSwitchLinear):
         held = mx.dequantize(held.weight, held.scales, held.biases, held.group_size, held.bits)
@@ -38,11 +47,13 @@ def weight_of(held: nn.Module) -> np.ndarray:
     return np.array(held.astype(mx.float32), np.float64)
 
 
-def one_by_one(x, indices, scores, up, down) -> np.ndarray:
+def reference_mixture(x, indices, scores, up, down) -> np.ndarray:
     """Σ scores · down(relu(up(x))), each token and choice by itself, in float64."""
     x, scores = (np.array(one.astype(mx.float32), np.float64) for one in (x, scores))
     x, scores, k = x.reshape(-1, x.shape[-1]), scores.reshape(-1, scores.shape[-1]), scores.shape[-1]
-    weights = [(weight_of(one), np.array(one.get("bias", mx.zeros(1)).astype(mx.float32))) for one in (up, down)]
+    weights = [
+        (dequantized_weight(one), np.array(one.get("bias", mx.zeros(1)).astype(mx.float32))) for one in (up, down)
+    ]
     wanted = np.zeros((len(x), weights[1][0].shape[1]))
     for t, chosen in enumerate(np.array(indices).reshape(-1, k)):
         for score, e in zip(scores[t], chosen, strict=True):
@@ -68,7 +79,7 @@ def one_by_one(x, indices, scores, up, down) -> np.ndarray:
 def test_each_token_goes_through_its_experts(experts, k, lead, spread, bias, bits, kind, seed):
     """Few choices stand by token, many are sorted; experts without tokens, and one chosen twice, are nothing special."""
     draw = np.random.default_rng(seed)
-    up, down = filled(experts, 64, 32, bias, draw), filled(experts, 32, 24, bias, draw)
+    up, down = random_switch_linear(experts, 64, 32, bias, draw), random_switch_linear(experts, 32, 24, bias, draw)
     for one in (up, down):
         one.set_dtype(kind)
     if bits:
@@ -77,19 +88,19 @@ def test_each_token_goes_through_its_experts(experts, k, lead, spread, bias, bit
     indices = mx.array(draw.integers(0, experts if spread else 1, (*lead, k)), mx.int32)
     scores = mx.array(draw.integers(-2, 3, (*lead, k)) / 2).astype(kind)
 
-    found = mixture(x, indices, scores, up, down)
-    wanted = one_by_one(x, indices, scores, up, down)
+    found = run_mixture(x, indices, scores, up, down)
+    wanted = reference_mixture(x, indices, scores, up, down)
     assert (found.shape, found.dtype) == (wanted.shape, kind)
     far = np.abs(np.array(found.astype(mx.float32)) - wanted).max(initial=0)
-    assert far <= NEAR[kind] * (1 + np.abs(wanted).max(initial=0))
+    assert far <= TOLERANCES[kind] * (1 + np.abs(wanted).max(initial=0))
 
 
-@pytest.mark.parametrize("tokens", [1, MANY // 2 - 1, MANY // 2, 200])
+@pytest.mark.parametrize("tokens", [1, MIN_SORTED_CHOICES // 2 - 1, MIN_SORTED_CHOICES // 2, 200])
 def test_many_choices_are_sorted_and_each_expert_is_read_once(tokens):
     draw = np.random.default_rng(tokens)
     indices = mx.array(draw.integers(0, 7, (tokens, 2)), mx.int32)
-    rows, experts, order = dispatch(mx.arange(tokens * 3).reshape(tokens, 3), indices)
-    many = tokens * 2 >= MANY
+    rows, experts, order = dispatch_to_experts(mx.arange(tokens * 3).reshape(tokens, 3), indices)
+    many = tokens * 2 >= MIN_SORTED_CHOICES
     assert (experts.ndim == 1, order.size > 0) == (many, many)
     flat = np.array(experts).reshape(-1)
     if many:
@@ -100,20 +111,23 @@ def test_many_choices_are_sorted_and_each_expert_is_read_once(tokens):
 
 def test_a_last_group_that_is_not_full_is_filled_with_zeros():
     draw = np.random.default_rng(0)
-    up, down = filled(3, 64, 32, True, draw).to_quantized(32, 4), filled(3, 32, 8, False, draw)
+    up, down = (
+        random_switch_linear(3, 64, 32, True, draw).to_quantized(32, 4),
+        random_switch_linear(3, 32, 8, False, draw),
+    )
     x = mx.array(draw.normal(size=(5, 40)), mx.float32)
     indices, scores = mx.array(draw.integers(0, 3, (5, 2)), mx.int32), mx.ones((5, 2))
-    found = mixture(x, indices, scores, up, down, pad=24)
-    np.testing.assert_allclose(np.array(found), one_by_one(x, indices, scores, up, down), atol=1e-5)
+    found = run_mixture(x, indices, scores, up, down, pad=24)
+    np.testing.assert_allclose(np.array(found), reference_mixture(x, indices, scores, up, down), atol=1e-5)
 
 
 def test_mlx_itself_quantises_the_stacks():
     model = nn.Module()
-    model.experts = filled(3, 64, 32, True, np.random.default_rng(0))
+    model.experts = random_switch_linear(3, 64, 32, True, np.random.default_rng(0))
     nn.quantize(model, group_size=32, bits=8)
     assert type(model.experts) is QuantizedSwitchLinear
     options = {"kind": "QuantizedSwitchLinear", "bias": True, "bits": 8, "group_size": 32}
-    assert model.experts.parameters().keys() == layer(**options).parameters().keys()
+    assert model.experts.parameters().keys() == make_layer(**options).parameters().keys()
 
 
 @pytest.mark.parametrize("kind", [mx.float16, mx.bfloat16], ids=str)
@@ -122,8 +136,8 @@ def test_of_a_stack_in_a_half_type_only_the_chosen_are_made_floats(kind, monkeyp
     seen = []
     made = mx.gather_mm
     monkeypatch.setattr(mx, "gather_mm", lambda x, w, **given: seen.append(w.shape[0]) or made(x, w, **given))
-    stack = filled(50, 8, 4, False, np.random.default_rng(0))
+    stack = random_switch_linear(50, 8, 4, False, np.random.default_rng(0))
     stack.set_dtype(kind)
-    rows, experts, _ = dispatch(mx.ones((1, 8), kind), mx.array([[3, 41]]))
+    rows, experts, _ = dispatch_to_experts(mx.ones((1, 8), kind), mx.array([[3, 41]]))
     assert stack(rows, experts).dtype == kind
     assert seen == [2] or mx.default_device() != mx.cpu

@@ -126,13 +126,13 @@ def replay(monkeypatch):
             for n in range(1, len(ids) + 1):
                 stopped = stop[0] is not None and stop[0](ids[:n])
                 last = stopped or (n == len(ids) and not ended)
-                yield loop.Step(np.array([ids[n - 1]]), np.array([last]), None)
+                yield loop.StepOutput(np.array([ids[n - 1]]), np.array([last]), None)
                 if last:
-                    return [loop.Result([loop.Token(id) for id in ids[:n]], "stop" if stopped else "length")]
-            yield loop.Step(np.array([-1]), np.array([True]), None)
-            return [loop.Result([loop.Token(id) for id in ids], "stop")]
+                    return [loop.GenerationResult([loop.Token(id) for id in ids[:n]], "stop" if stopped else "length")]
+            yield loop.StepOutput(np.array([-1]), np.array([True]), None)
+            return [loop.GenerationResult([loop.Token(id) for id in ids], "stop")]
 
-        monkeypatch.setattr(loop, "run", run)
+        monkeypatch.setattr(loop, "generate_steps", run)
 
     return tokens
 
@@ -246,15 +246,15 @@ def test_template_variables_reach_the_template(llama):
 def test_guesses_change_no_text_and_are_counted(llama, task):
     prompts = [row["prompt"] for row in ROWS]
     plain = task(prompts)
-    assert [result.guesses for result in plain] == [None] * len(ROWS)
+    assert [result.draft_counts for result in plain] == [None] * len(ROWS)
     looking = text.generation(llama, max_new_tokens=NEW, prompt_lookup_num_tokens=3)
     helped = text.generation(llama, max_new_tokens=NEW, assistant_model=llama, assistant_confidence_threshold=0.0)
     for guessing in (looking, helped):
         found = guessing(prompts)
-        assert [replace(result, guesses=None) for result in found] == plain
+        assert [replace(result, draft_counts=None) for result in found] == plain
         pieces = list(guessing.stream(prompts[0]))
         assert "".join(pieces) == plain[0].text
-        assert [piece.guesses for piece in pieces] == [None] * (len(pieces) - 1) + [found[0].guesses]
-        assert found[0].guesses.passes >= 1
-    assert helped(prompts)[0].guesses.tokens_per_pass > 2
+        assert [piece.draft_counts for piece in pieces] == [None] * (len(pieces) - 1) + [found[0].draft_counts]
+        assert found[0].draft_counts.passes >= 1
+    assert helped(prompts)[0].draft_counts.tokens_per_pass > 2
     assert helped.compilations > looking.compilations > 0

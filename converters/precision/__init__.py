@@ -1,0 +1,1 @@
+"""Precision options: another float type, quantised weights, float activations, and what they change."""

@@ -1,0 +1,223 @@
+"""The context of generation: a model with its settings, and its form compiled for batches of one size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_transmuter.cache.quantized_pool import KV_BITS, KV_GROUP_SIZES
+from mlx_transmuter.generation.errors import GenerationError
+from mlx_transmuter.generation.logits.logits_processors import CustomProcessor
+from mlx_transmuter.generation.logits.token_selection import TokenSelection
+from mlx_transmuter.generation.settings import Settings, max_new_tokens, resolve_settings
+from mlx_transmuter.runtime.decoder import Decoder
+
+
+def default_prefill_step_size() -> int:
+    """The most tokens of a prompt that one step takes where nobody says: 2,048 as in mlx_lm.
+
+    On the CPU 128, since there scores are computed also for the columns that a token doesn't see, and held whole.
+    """
+    return 128 if mx.default_device() == mx.cpu else 2048
+
+
+@dataclass(frozen=True)
+class GenerationContext:
+    """A model and what was asked of its generation; `compile` makes it run."""
+
+    model: Any
+    settings: Settings
+    extra_input_names: tuple[str, ...]
+    processors: tuple[CustomProcessor, ...]
+    token_logprobs: bool
+    prefill_step_size: int
+    kv_bits: int | None
+    kv_group_size: int
+    generation_config: Mapping[str, Any]
+    options: Mapping[str, Any]
+    assistant_model: Any = None
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether the prompt of the decoder is not the text itself."""
+        return bool(self.model.config.get("is_encoder_decoder"))
+
+    def new_token_limit(self, prompt_length: int) -> int:
+        """The most new tokens of a prompt of that length. Raises GenerationError where max_length leaves none."""
+        count = max_new_tokens(self.generation_config, self.options, prompt_length)
+        if count < 1:
+            raise GenerationError(
+                "setting max_length",
+                f"{prompt_length + count} for a prompt of {prompt_length} tokens",
+                "more than the prompt",
+            )
+        return count
+
+
+@dataclass(frozen=True)
+class CompiledAssistant:
+    """A decoder that guesses for another one of the same vocabulary and as many rows, and its choice of tokens."""
+
+    decoder: Decoder
+    selection: TokenSelection
+
+
+@dataclass(frozen=True)
+class CompiledGeneration:
+    """A context for batches of `batch_size` prompts, each of which has `settings.width` rows of the decoder."""
+
+    context: GenerationContext
+    batch_size: int
+    decoder: Decoder
+    selection: TokenSelection
+    assistant: CompiledAssistant | None = None
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The most guesses of a row's next tokens in one pass; 0 where tokens come one by one."""
+        settings = self.context.settings
+        return (settings.prompt_lookup_num_tokens or 0) if self.assistant is None else settings.num_assistant_tokens
+
+    @property
+    def compilation_count(self) -> int:
+        """How many step functions were compiled, the assistant's among them."""
+        return self.decoder.compilations + (self.assistant.decoder.compilations if self.assistant else 0)
+
+
+def context(
+    model: Any,
+    *,
+    given: Sequence[str] = (),
+    embed: Any = None,
+    image_token: int | None = None,
+    processors: Sequence[CustomProcessor] = (),
+    token_logprobs: bool = False,
+    num_beams: int | None = None,
+    max_new_tokens: int | None = None,
+    prefill_step_size: int | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    assistant_model: Any = None,
+    **options: Any,
+) -> GenerationContext:
+    """The context of generation for model: the settings of its generation_config.json and, before them, of options.
+
+    given: the names of the decoder's other inputs, which `generate` gets. processors: pairs (state, process) of a task;
+    they come after the processors of the settings and before those of sampling. `state` takes a dict of one row, with
+    `prompt`, `generated` (the last token first) and `vocab`, and returns an array of the same shape at each step;
+    `process` takes the logits [vocab] of the row and that array and returns logits. num_beams, max_new_tokens and
+    options are names of generation_config.json (`SETTINGS`). prefill_step_size: the most tokens of a prompt that one
+    step takes, of a decoder that takes prompts in parts. kv_bits: 8 or 4, to keep keys and values in so many bits an
+    element, in groups of kv_group_size (32, 64 or 128), which changes the numbers (docs/caches.md says how much).
+    assistant_model: a smaller model of the same vocabulary, which guesses tokens that the model then checks, several in
+    one pass; the texts stay the same.
+
+    Raises GenerationError for an unknown name, a value out of range, or a setting that is not supported.
+    """
+    if embed is not None or image_token is not None:
+        raise GenerationError(
+            "context", "a model of embeddings", "a decoder of token ids", "leave out embed and image_token"
+        )
+    whole = all(value is None or isinstance(value, int) for value in (kv_bits, kv_group_size))
+    if not whole or kv_bits not in (None, *KV_BITS) or kv_group_size not in KV_GROUP_SIZES:
+        found = f"{kv_bits!r} bits in groups of {kv_group_size!r}"
+        raise GenerationError("kv_bits", found, f"{' or '.join(map(str, KV_BITS))} bits in groups of 32, 64 or 128")
+    if prefill_step_size is not None and (not isinstance(prefill_step_size, int) or prefill_step_size < 1):
+        raise GenerationError("prefill_step_size", repr(prefill_step_size), "an integer of at least 1")
+    named = {"num_beams": num_beams, "max_new_tokens": max_new_tokens}
+    options |= {name: value for name, value in named.items() if value is not None}
+    config = dict(model.generation_config or {})
+    try:
+        pairs = tuple((state, process) for state, process in processors)
+    except TypeError:
+        raise GenerationError("processors", repr(processors)[:80], "pairs of functions (state, process)") from None
+    chosen = resolve_settings(config, options)
+    if assistant_model is not None:
+        _check_assistant_model(model, assistant_model, chosen)
+    return GenerationContext(
+        model,
+        chosen,
+        tuple(given),
+        pairs,
+        token_logprobs,
+        prefill_step_size or default_prefill_step_size(),
+        kv_bits,
+        kv_group_size,
+        config,
+        dict(options),
+        assistant_model,
+    )
+
+
+def _require_draft_support(where: str, decoder: Decoder) -> None:
+    if "drafts" not in decoder.supports:
+        raise GenerationError(
+            where,
+            "a graph whose attention was not rewritten onto pools, which cannot check or take back tokens",
+            "a model whose conversion says that it was (mlx-transmuter inspect)",
+            "leave it out",
+        )
+
+
+def _check_assistant_model(model: Any, assistant: Any, settings: Settings) -> None:
+    for name, given, harmless in (
+        ("num_beams", settings.num_beams, 1),
+        ("prompt_lookup_num_tokens", settings.prompt_lookup_num_tokens, None),
+    ):
+        if given != harmless:
+            found = f"{given} with an assistant_model"
+            raise GenerationError(f"setting {name}", found, str(harmless), "leave one of them out")
+    own, other = (getattr(each, "tokenizer", None) for each in (model, assistant))
+    if own is not None and other is not None and own.vocabulary != other.vocabulary:
+        differing = len({token for token, _ in own.vocabulary.items() ^ other.vocabulary.items()})
+        raise GenerationError(
+            "assistant_model",
+            f"a tokenizer of which {differing} tokens differ",
+            "the model's own tokenizer",
+            "take a smaller model of the same family",
+        )
+
+
+def compile(
+    ctx: GenerationContext, batch_size: int, *, decoder: Decoder | None = None, assistant_decoder: Decoder | None = None
+) -> CompiledGeneration:
+    """ctx for batches of batch_size prompts. Steps and the choice of tokens are compiled at their first use.
+
+    decoder: one that was made for batch_size × width rows of the same model, where the caller has it; assistant: the
+    same of the assistant model. Call this in the thread that generates: what MLX compiles belongs to a thread. Raises
+    GenerationError for settings with ids outside the vocabulary, for guesses where the model cannot check several
+    tokens in one pass, and for an assistant model of another vocabulary.
+    """
+    if batch_size < 1:
+        raise GenerationError("batch_size", str(batch_size), "at least 1")
+    if decoder is None:
+        rows = batch_size * ctx.settings.rows_per_prompt
+        decoder = Decoder(ctx.model.decoder, rows, kv_bits=ctx.kv_bits, kv_group_size=ctx.kv_group_size)
+    if ctx.assistant_model is not None:
+        _require_draft_support("assistant_model", decoder)
+    elif ctx.settings.prompt_lookup_num_tokens:
+        _require_draft_support("setting prompt_lookup_num_tokens", decoder)
+    selection = TokenSelection(ctx.settings, decoder.vocab_size, ctx.processors, ctx.token_logprobs)
+    return CompiledGeneration(ctx, batch_size, decoder, selection, _compile_assistant(ctx, decoder, assistant_decoder))
+
+
+def _compile_assistant(
+    ctx: GenerationContext, decoder: Decoder, assistant_decoder: Decoder | None
+) -> CompiledAssistant | None:
+    if ctx.assistant_model is None:
+        return None
+    assistant_decoder = (
+        Decoder(ctx.assistant_model.decoder, decoder.rows) if assistant_decoder is None else assistant_decoder
+    )
+    _require_draft_support("the assistant_model", assistant_decoder)
+    if assistant_decoder.vocab_size != decoder.vocab_size:
+        raise GenerationError(
+            "assistant_model", f"logits of {assistant_decoder.vocab_size} tokens", f"the model's {decoder.vocab_size}"
+        )
+    # What the assistant guesses with is what the model chooses with, and says how sure it is.
+    return CompiledAssistant(
+        assistant_decoder, TokenSelection(ctx.settings, assistant_decoder.vocab_size, ctx.processors, logprobs=True)
+    )

@@ -1,0 +1,145 @@
+"""Checks of the values of settings: each takes a value as JSON or Python gives it and returns the one to use, or raises
+Wrong."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class InvalidSettingValue(Exception):
+    """A value that a check refuses; `expected` completes "expected …"."""
+
+    def __init__(self, expected: str):
+        self.expected = expected
+        super().__init__(expected)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def integer(minimum: int) -> Callable[[Any], int]:
+    """An int of at least low."""
+
+    def check(value: Any) -> int:
+        if not _is_integer(value) or value < minimum:
+            raise InvalidSettingValue(f"an integer of at least {minimum}")
+        return int(value)
+
+    return check
+
+
+def number(
+    low: float | None = None, high: float | None = None, *, above: float | None = None, below: float | None = None
+) -> Callable[[Any], float]:
+    """A number in [low, high], or in the open range from above to below."""
+    bounds = [
+        (low, "of at least", lambda x, bound: x >= bound),
+        (above, "above", lambda x, bound: x > bound),
+        (high, "of at most", lambda x, bound: x <= bound),
+        (below, "below", lambda x, bound: x < bound),
+    ]
+    held = [(bound, word, holds) for bound, word, holds in bounds if bound is not None]
+
+    def check(value: Any) -> float:
+        real = isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value
+        if not real or not all(holds(value, bound) for bound, _, holds in held):
+            raise InvalidSettingValue(
+                "a number " + " and ".join(f"{word} {bound}" for bound, word, _ in held) if held else "a number"
+            )
+        return float(value)
+
+    return check
+
+
+def boolean(value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise InvalidSettingValue("True or False")
+    return value
+
+
+def early_stopping(value: Any) -> bool | str:
+    """True, False or "never"."""
+    if not isinstance(value, bool) and value != "never":
+        raise InvalidSettingValue("True, False or 'never'")
+    return value
+
+
+def draft_schedule(value: Any) -> str:
+    """How the number of guesses follows what was right."""
+    if value not in ("constant", "heuristic", "heuristic_transient"):
+        raise InvalidSettingValue("'constant', 'heuristic' or 'heuristic_transient'")
+    return value
+
+
+def unbounded_token_ids(value: Any) -> tuple[int, ...]:
+    """A list of ints, each once; ids outside the vocabulary are no error, for they match nothing."""
+    if not _is_sequence(value) or not all(_is_integer(token) for token in value):
+        raise InvalidSettingValue("a list of token ids")
+    return tuple(dict.fromkeys(int(token) for token in value))
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """A token id or a list of them, each once."""
+    if _is_integer(value):
+        value = [value]
+    if not _is_sequence(value) or not all(_is_integer(token) and token >= 0 for token in value):
+        raise InvalidSettingValue("a token id or a list of token ids")
+    return tuple(dict.fromkeys(int(token) for token in value))
+
+
+def first_token_id(value: Any) -> int:
+    """A token id, or a list whose first counts."""
+    found = token_ids(value)
+    if not found:
+        raise InvalidSettingValue("a token id")
+    return found[0]
+
+
+def strings(value: Any) -> tuple[str, ...]:
+    """A string or a list of strings, none empty."""
+    if isinstance(value, str):
+        value = [value]
+    if not _is_sequence(value) or not all(isinstance(text, str) and text for text in value):
+        raise InvalidSettingValue("a string or a list of strings, none of them empty")
+    return tuple(value)
+
+
+def token_sequences(value: Any) -> tuple[tuple[int, ...], ...]:
+    """A list of lists of token ids, none empty."""
+    expected = "a list of lists of token ids, none of them empty"
+    if not _is_sequence(value) or not value or not all(_is_sequence(word) and word for word in value):
+        raise InvalidSettingValue(expected)
+    if not all(_is_integer(token) and token >= 0 for word in value for token in word):
+        raise InvalidSettingValue(expected)
+    return tuple(dict.fromkeys(tuple(int(token) for token in word) for word in value))
+
+
+def sequence_bias(value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
+    """[[ids, bias], …] or {ids: bias}: sequences of token ids, each with the number to add."""
+    expected = "a list of pairs of token ids and a number, as [[[10, 45], -2.0], [[64], -7.5]]"
+    pairs = list(value.items()) if isinstance(value, dict) else value
+    if not _is_sequence(pairs) or not pairs or not all(_is_sequence(pair) and len(pair) == 2 for pair in pairs):
+        raise InvalidSettingValue(expected)
+    try:
+        return tuple({token_sequences([tokens])[0]: number()(bias) for tokens, bias in pairs}.items())
+    except InvalidSettingValue:
+        raise InvalidSettingValue(expected) from None
+
+
+def decay_pair(value: Any) -> tuple[int, float]:
+    """(start, factor)."""
+    expected = "a pair of an integer and a number: the new tokens after which the penalty starts, and its factor"
+    if not _is_sequence(value) or len(value) != 2:
+        raise InvalidSettingValue(expected)
+    try:
+        return integer(0)(value[0]), number()(value[1])
+    except InvalidSettingValue:
+        raise InvalidSettingValue(expected) from None

@@ -1,0 +1,128 @@
+"""Activations of com.microsoft, with the biases that they are fused with, and those that other fused operators name."""
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from mlx_transmuter.ops.onnx import activation
+from mlx_transmuter.ops.onnx.activation import gelu, swish
+from mlx_transmuter.ops.registry import HostArray, OperatorError, op
+
+# The activations that fused convolutions and products name, each with the names of its parameters in order.
+FUSED_ACTIVATIONS: dict[str, tuple[Callable, tuple[str, ...]]] = {
+    "Elu": (activation.elu, ("alpha",)),
+    "HardSigmoid": (activation.hard_sigmoid, ("alpha", "beta")),
+    "LeakyRelu": (activation.leaky_relu, ("alpha",)),
+    "Relu": (activation.relu, ()),
+    "Selu": (activation.selu, ("alpha", "gamma")),
+    "Sigmoid": (activation.sigmoid, ()),
+    "Softplus": (activation.softplus, ()),
+    "Softsign": (activation.softsign, ()),
+    "Tanh": (activation.tanh, ()),
+    "ThresholdedRelu": (activation.thresholded_relu, ("alpha",)),
+}
+
+
+def apply_fused_activation(activation: str | None, x: mx.array, parameters: Sequence[float | None]) -> mx.array:
+    """x after the activation that a fused operator names, if any; its parameters in order, None by default."""
+    if not activation:
+        return x
+    if activation == "Clip":
+        return mx.clip(x, *parameters[:2])
+    if activation not in FUSED_ACTIVATIONS:
+        raise OperatorError(f"the activation {activation!r}", f"one of Clip, {', '.join(FUSED_ACTIVATIONS)}")
+    function, names = FUSED_ACTIVATIONS[activation]
+    given = {name: value for name, value in zip(names, parameters, strict=False) if value is not None}
+    return function(x, **given)
+
+
+@op("com.microsoft.Gelu-1")
+def gelu_exact(x):
+    """gelu of x, any shape. com.microsoft Gelu-1."""
+    return gelu(x)
+
+
+@op("com.microsoft.BiasGelu-1")
+def bias_gelu(x, bias):
+    """gelu of x [..., dim] + bias [dim]. com.microsoft BiasGelu-1."""
+    return gelu(x + bias)
+
+
+@op("com.microsoft.FastGelu-1")
+def fast_gelu(x, bias=None):
+    """The tanh approximation of gelu of x [..., dim] + bias [dim]. com.microsoft FastGelu-1."""
+    return gelu(x if bias is None else x + bias, approximate="tanh")
+
+
+@op("com.microsoft.QuickGelu-1")
+def quick_gelu(x, *, alpha: float = 1.702):
+    """x · sigmoid(alpha · x), any shape. com.microsoft QuickGelu-1."""
+    return swish(x, alpha=alpha)
+
+
+@op("com.microsoft.ScaledSiLU-1")
+def scaled_silu(x, scale=None, *, alpha: float = 1.0):
+    """z · sigmoid(z) of z = scale · x, scale being alpha where absent. com.microsoft ScaledSiLU-1."""
+    z = (x.astype(mx.float32) * (alpha if scale is None else scale.astype(mx.float32).reshape(()))).astype(x.dtype)
+    return swish(z)
+
+
+@op("com.microsoft.SwiGLU-1")
+def swiglu(
+    gate,
+    up=None,
+    *,
+    activation_alpha: float = 1.0,
+    activation_beta: float = 0.0,
+    limit: float = 0.0,
+    round_activation: int = 0,
+):
+    """gate · sigmoid(alpha · gate) · (up + beta), in float32 within; both clamped by a positive limit.
+
+    Without up, gate [..., 2 · dim] holds both side by side. Shazeer 2020; com.microsoft SwiGLU-1.
+    """
+    dtype = gate.dtype
+    if up is None:
+        gate, up = mx.split(gate, 2, axis=-1)
+    gate, up = gate.astype(mx.float32), up.astype(mx.float32)
+    if limit > 0:
+        gate, up = mx.minimum(gate, limit), mx.clip(up, -limit, limit)
+    gated = swish(gate, alpha=activation_alpha)
+    gated = gated.astype(dtype).astype(mx.float32) if round_activation else gated
+    return (gated * (up + activation_beta)).astype(dtype)
+
+
+@op("com.microsoft.BiasSplitGelu-1")
+def bias_split_gelu(x, bias):
+    """The left half of x [..., dim] + bias [dim] times gelu of the right: [..., dim / 2]. BiasSplitGelu-1."""
+    left, right = mx.split(x + bias, 2, axis=-1)
+    return left * gelu(right)
+
+
+@op("com.microsoft.BiasAdd-1")
+def bias_add(x, bias, skip):
+    """x [batch, seq, dim] + bias [dim] + skip [batch, seq, dim]. com.microsoft BiasAdd-1."""
+    return x + bias + skip
+
+
+@op("com.microsoft.GatedAdd-1")
+def gated_add(x, y, gate, gate_weight=None):
+    """x + y · gate [..., 1]; with gate_weight [k, 1], x + y · sigmoid(gate [..., k] · gate_weight). GatedAdd-1."""
+    return x + y * (gate if gate_weight is None else mx.sigmoid(gate @ gate_weight))
+
+
+@op("com.microsoft.BiasDropout-1")
+def bias_dropout(
+    x, bias, residual=None, ratio=None, training_mode: HostArray = None, *, seed: int = 0, outputs: int = 1
+):
+    """x + bias + residual, as nothing is dropped in use; and the mask of what is kept. com.microsoft BiasDropout-1."""
+    if training_mode is not None and training_mode.any():
+        raise OperatorError("training_mode", "a graph for inference", "export it in evaluation mode")
+    total = x + bias if residual is None else x + bias + residual
+    return total if outputs == 1 else (total, mx.ones(x.shape, dtype=mx.bool_))
+
+
+@op("com.microsoft.BiasSoftmax-1")
+def bias_softmax(x, bias, *, is_inner_broadcast: int, axis: int = 1):
+    """The softmax of x + bias over the axes from axis on; bias has x's axes, 1 where it is broadcast. BiasSoftmax-1."""
+    return mx.softmax(x + bias, axis=list(range(axis % x.ndim, x.ndim)), precise=True)

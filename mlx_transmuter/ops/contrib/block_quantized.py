@@ -1,0 +1,172 @@
+"""Weights in few bits of com.microsoft: MatMulNBits, MatMulBnb4 and GatherBlockQuantized."""
+
+import mlx.core as mx
+
+from mlx_transmuter.ops.functional.block_quantization import dequantize_blocks, to_mlx_affine, unpack_bits
+from mlx_transmuter.ops.registry import OperatorError, op
+
+
+@op("com.microsoft.MatMulNBits-1")
+def mat_mul_n_bits(
+    a,
+    b,
+    scales,
+    zero_points=None,
+    g_idx=None,
+    bias=None,
+    *,
+    K: int,
+    N: int,
+    block_size: int,
+    bits: int = 4,
+    accuracy_level: int = 0,
+    weight_prepacked: int = 0,
+):
+    """a [..., K] times the transpose of a weight [N, K] held in blocks of bits bits; plus bias [N].
+
+    b: uint8 [N, blocks, block_size · bits / 8]; scales: [N, blocks]; zero_points: packed as b's values or floats, one a
+    block, 2^(bits - 1) where absent; g_idx: int32 [K], each column's block where they are not in order. accuracy_level
+    lets an implementation round a; this one never does. com.microsoft MatMulNBits-1.
+    """
+    if bits not in (2, 4, 8) or weight_prepacked:
+        raise OperatorError(
+            f"{bits} bits, weight_prepacked {weight_prepacked}", "2, 4 or 8 bits, as the specification packs them"
+        )
+    if not b.size:
+        product = mx.zeros((*a.shape[:-1], N), dtype=a.dtype)
+        return product if bias is None else product + bias
+    blocks = -(-K // block_size)
+    packed, scales = b.reshape(N, blocks, block_size * bits // 8), scales.reshape(N, blocks)
+    held = None
+    block_of = mx.arange(K, dtype=mx.int32) // block_size
+    if g_idx is not None and g_idx.size:
+        block_of = g_idx.reshape(-1)[:K]
+    else:
+        held = to_mlx_affine(packed, scales, zero_points, bits, block_size)
+    if held is not None:
+        w, scale, biases, group = held
+        x = mx.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, blocks * block_size - K)]) if K % block_size else a
+        product = mx.quantized_matmul(x, w, scale, biases, transpose=True, group_size=group, bits=bits).astype(a.dtype)
+    else:
+        product = a @ dequantize_blocks(packed, scales, zero_points, bits, block_of).astype(a.dtype).T
+    return product if bias is None else product + bias
+
+
+# The values of the 16 codes: bitsandbytes' FP4 (a sign, two bits of exponent, one of mantissa) and QLoRA's NF4, the
+# quantiles of a normal distribution. Dettmers et al. 2023.
+_FP4_VALUES = (0.0, 0.0052083335, 0.6666667, 1.0, 0.33333334, 0.5, 0.16666667, 0.25)
+_BNB4_CODE_VALUES = {
+    0: (*_FP4_VALUES, *(-value for value in _FP4_VALUES)),
+    1: (
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ),
+}
+
+
+@op("com.microsoft.MatMulBnb4-1")
+def mat_mul_bnb4(
+    a, b, absmax, *, K: int, N: int, block_size: int, quant_type: int, training_mode: int = 0, transB: int = 1
+):
+    """a [..., K] times the transpose of a weight [N, K] (or a [..., N] times it, without transB) in 4-bit codes.
+
+    b: uint8 [N · K / 2], the first code in the high bits; absmax: [N · K / block_size], what a code of 1 stands for in
+    each run of block_size weights; quant_type: 0 for FP4, 1 for NF4. com.microsoft MatMulBnb4-1.
+    """
+    weight = dequantize_bnb4(b, absmax, N, K, block_size, quant_type).astype(a.dtype)
+    return a @ (weight.T if transB else weight)
+
+
+def dequantize_bnb4(
+    packed: mx.array, absmax: mx.array, rows: int, columns: int, block_size: int, kind: int
+) -> mx.array:
+    """The weight [rows, columns] of MatMulBnb4 in float32."""
+    if kind not in _BNB4_CODE_VALUES:
+        raise OperatorError(f"quant_type {kind}", "0 (FP4) or 1 (NF4)")
+    size = rows * columns
+    codes = mx.stack([packed >> 4, packed & 15], axis=-1).reshape(-1)[:size]
+    values = mx.take(mx.array(_BNB4_CODE_VALUES[kind], mx.float32), codes.astype(mx.int32))
+    scales = mx.repeat(absmax.reshape(-1).astype(mx.float32), block_size)[:size]
+    return (values * scales).reshape(rows, columns)
+
+
+@op("com.microsoft.GatherBlockQuantized-1")
+def gather_block_quantized(
+    data,
+    indices,
+    scales,
+    zero_points=None,
+    *,
+    bits: int = 4,
+    block_size: int = 128,
+    gather_axis: int = 0,
+    quantize_axis: int = 1,
+):
+    """Gather on gather_axis of data in blocks of block_size along quantize_axis, dequantised: in scales' type.
+
+    data: int4 or uint4 (one value an element here) or packed uint8, the lowest bits first, along the last axis; scales:
+    data's shape with one a block on quantize_axis; zero_points: packed as data, 0 for int4 and uint4, 2^(bits - 1) for
+    uint8 where absent; indices: any shape, negative ones from the end, those out of range give zeros. com.microsoft
+    GatherBlockQuantized-1.
+    """
+    axis, blocked = gather_axis % data.ndim, quantize_axis % data.ndim
+    per_byte = 8 // bits if _shares_bytes(data, scales, blocked, bits, block_size) else 1
+    default = float(1 << (bits - 1)) if data.dtype == mx.uint8 and (per_byte > 1 or bits == 8) else 0.0
+    size = data.shape[axis]
+    row = mx.where(indices < 0, indices + size, indices)
+    inside = (row >= 0) & (row < size)
+    row = mx.clip(row, 0, size - 1)
+
+    def rows(x: mx.array) -> mx.array:
+        return mx.take(x, row, axis=axis)
+
+    values, scale = rows(data), rows(scales)
+    zeros = None if zero_points is None else rows(zero_points)
+    place = (
+        blocked + row.ndim - 1 if blocked > axis else blocked
+    )  # where quantize_axis stands once the indices' axes are in
+    if per_byte > 1:
+        values = unpack_bits(values, bits, values.shape[-1] * per_byte)
+        zeros = None if zeros is None else unpack_bits(zeros, bits, scale.shape[-1])
+    if blocked == axis:  # a row of data has the scale of its block, not of its own index
+        block = row // block_size
+        scale = mx.take(scales, block, axis=axis)
+        zeros = None if zero_points is None else mx.take(zero_points, block, axis=axis)
+    else:
+        scale = _repeat_blocks(scale, place, block_size, values.shape[place])
+        zeros = None if zeros is None else _repeat_blocks(zeros, place, block_size, values.shape[place])
+    floats = values.astype(mx.float32) - (default if zeros is None else zeros.astype(mx.float32))
+    floats = (floats * scale.astype(mx.float32)).astype(scales.dtype)
+    mask = inside.reshape(*(1,) * axis, *row.shape, *(1,) * (data.ndim - axis - 1))
+    return mx.where(mask, floats, mx.zeros((), dtype=scales.dtype))
+
+
+def _shares_bytes(data: mx.array, scales: mx.array, blocked: int, bits: int, block_size: int) -> bool:
+    """Whether several values share a byte: the scales tell it from a uint4 tensor, which lies in bytes here too."""
+    if data.dtype != mx.uint8 or bits == 8:
+        return False
+    if blocked != data.ndim - 1:
+        return False
+    return scales.shape[blocked] == -(-data.shape[blocked] * (8 // bits) // block_size)
+
+
+def _repeat_blocks(x: mx.array, axis: int, block_size: int, size: int) -> mx.array:
+    """One value a block to one an element: x repeated block_size times along axis, cut to size."""
+    if x.shape[axis] * block_size < size:
+        raise OperatorError(f"{x.shape[axis]} blocks of {block_size}", f"enough for {size} elements")
+    wide = mx.repeat(x, block_size, axis=axis)
+    return mx.split(wide, [size], axis=axis)[0] if wide.shape[axis] > size else wide

@@ -1,0 +1,1 @@
+"""Computations that several operators share; no operators themselves."""

@@ -1,0 +1,112 @@
+"""The `mlx.nn` layers that a program may name, so that MLX's own tools (`nn.quantize`, `tree_flatten`) find them."""
+
+from contextlib import suppress
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_transmuter.ops.mlx.switch_linear import QuantizedSwitchLinear, SwitchLinear
+from mlx_transmuter.ops.onnx.gather_scatter import checked_indices
+from mlx_transmuter.ops.registry import HostArrayIfKnown, NNLayer, OperatorError, op
+
+
+def make_layer(kind: str, **options) -> nn.Module:
+    """An empty layer of that kind, whose arrays `load_weights` fills. Raises OperatorError for a kind that is not here.
+
+    kind "Linear" (bias), "Embedding", "QuantizedLinear" (bias, bits, group_size), "QuantizedEmbedding" (bits,
+    group_size); of a mixture's experts "SwitchLinear" (bias), "QuantizedSwitchLinear" (bias, bits, group_size).
+    """
+    bias = bool(options.get("bias", False))
+    if kind == "Linear":
+        return nn.Linear(1, 1, bias=bias)
+    if kind == "Embedding":
+        return nn.Embedding(1, 1)
+    if kind == "SwitchLinear":
+        return SwitchLinear(1, 1, 1, bias=bias)
+    if kind in ("QuantizedLinear", "QuantizedEmbedding", "QuantizedSwitchLinear"):
+        bits, group_size = int(options["bits"]), int(options["group_size"])
+        if kind == "QuantizedLinear":
+            return nn.QuantizedLinear(group_size, 1, bias=bias, group_size=group_size, bits=bits)
+        if kind == "QuantizedSwitchLinear":
+            return QuantizedSwitchLinear(1, group_size, 1, bias=bias, group_size=group_size, bits=bits)
+        return nn.QuantizedEmbedding(1, group_size, group_size=group_size, bits=bits)
+    raise OperatorError(f"a layer of kind {kind!r}", "Linear, Embedding, SwitchLinear, or one of them quantised")
+
+
+@op("mlx.linear")
+def linear(x, layer: NNLayer, residual=None, *, pad: int = 0):
+    """x [..., in] through the layer: [..., out]. MatMul with a constant matrix, and the Add of a bias after it.
+
+    to: what the product is added to, [..., out], as the residual stream. pad: columns of zeros after x's own, for a
+    quantised layer whose last group is not full.
+    """
+    x = mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)]) if pad else x
+    bias = layer.get("bias")
+    if type(layer) is nn.Linear:
+        turned = _transposed_weight(layer.weight, x)
+    elif type(layer) is nn.QuantizedLinear and _prefers_dequantized(x):
+        turned = _dequantized_weight(layer)
+    else:
+        return _add_residual(layer(x), residual)
+    if bias is not None:
+        return _add_residual(mx.addmm(bias, x, turned), residual)
+    # Of other types addmm would compute the product in the type of the sum.
+    if residual is None or not (residual.dtype == x.dtype == turned.dtype):
+        return _add_residual(x @ turned, residual)
+    return _add_matmul(residual, x, turned)
+
+
+@op("mlx.embedding")
+def embedding(ids: HostArrayIfKnown, table: NNLayer):
+    """The rows ids, int32 [...], of the table [rows, dim]: [..., dim]. Gather on axis 0 of a weight."""
+    return table(checked_indices(ids, table["weight"].shape[0]) if isinstance(ids, np.ndarray) else ids)
+
+
+@op("mlx.as_linear")
+def as_linear(x, table: NNLayer):
+    """x [..., dim] times the transposed table [rows, dim]: [..., rows]. The head of a model with tied embeddings."""
+    if type(table) is nn.Embedding:
+        return x @ _transposed_weight(table.weight, x)
+    if type(table) is nn.QuantizedEmbedding and _prefers_dequantized(x):
+        return x @ _dequantized_weight(table)
+    return table.as_linear(x)  # pyright: ignore[reportOptionalCall]
+
+
+def _add_residual(product: mx.array, to: mx.array | None) -> mx.array:
+    return product if to is None else product + to
+
+
+def _add_matmul(to: mx.array, x: mx.array, turned: mx.array) -> mx.array:
+    """to [..., out] + x [..., in] @ turned [in, out] or [1, in, out], in one operation.
+
+    Several rows are laid flat first: on the CPU each would else read the whole matrix for itself.
+    """
+    if x.ndim < 3 or turned.ndim == 3:
+        return mx.addmm(to, x, turned)
+    return mx.unflatten(mx.addmm(mx.flatten(to, 0, -2), mx.flatten(x, 0, -2), turned), 0, x.shape[:-1])
+
+
+def _transposed_weight(matrix: mx.array, x: mx.array) -> mx.array:
+    """matrix [out, in] as the right side of a product with x [..., in].
+
+    A view that is evaluated now stands in a compiled step as it is, where a transpose would be made anew at each call;
+    and a product of two stacks of one matrix, unlike that of a stack and a matrix, needs no reshapes around it.
+    """
+    turned = matrix.T[None] if x.ndim == 3 and x.shape[0] == 1 else matrix.T
+    with suppress(ValueError):  # what MLX raises where the weights are a function's arguments, as in training
+        mx.eval(turned)
+    return turned
+
+
+def _prefers_dequantized(x: mx.array) -> bool:
+    """Whether a quantised product of x should be one of floats: on the CPU, beyond two rows, it is 4 to 20 × as
+    fast."""
+    return mx.default_device() == mx.cpu and x.size > 2 * x.shape[-1]
+
+
+def _dequantized_weight(layer: Any) -> mx.array:
+    """The weight of a quantised layer as floats [in, out]."""
+    weight = mx.dequantize(layer.weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, layer.mode)
+    return weight.T

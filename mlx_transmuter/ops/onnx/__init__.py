@@ -1,0 +1,32 @@
+"""ONNX's own operators (ai.onnx), a file for each family."""
+
+# The imports declare the operators.
+from mlx_transmuter.ops.onnx import (  # noqa: F401
+    activation,
+    arithmetic,
+    attention,
+    casting,
+    comparison,
+    control_flow,
+    convolution,
+    creation,
+    gather_scatter,
+    image_sampling,
+    linear_algebra,
+    linear_attention,
+    losses,
+    normalization,
+    object_detection,
+    ordering,
+    pooling,
+    quantization,
+    random,
+    recurrent,
+    reduction,
+    resizing,
+    sequences,
+    shaping,
+    slicing,
+    spectral,
+    tf_idf,
+)

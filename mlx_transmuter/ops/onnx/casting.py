@@ -1,0 +1,70 @@
+"""Types of elements: casts, and the reading of bits as another type."""
+
+import mlx.core as mx
+
+from mlx_transmuter.ops.registry import OperatorError, op
+from mlx_transmuter.ops.types import ELEMENT_TYPE_CODES, ELEMENT_TYPE_NAMES, ELEMENT_TYPES
+
+
+def device_dtype_of_code(code: int) -> mx.Dtype:
+    """What MLX holds of the ONNX type `code` (a TensorProto.DataType). Raises OperatorError where it has none."""
+    dtype = ELEMENT_TYPES[code][1] if code in ELEMENT_TYPES else None
+    if dtype is None:
+        raise OperatorError(f"the type {ELEMENT_TYPE_NAMES.get(code, code)}", "a type that MLX has")
+    return dtype
+
+
+def saturating_cast(x: mx.array, dtype: mx.Dtype) -> mx.array:
+    """x as `dtype`: a float becomes the integer toward zero, the nearest one where it is out of a 32-bit range."""
+    if not (mx.issubdtype(x.dtype, mx.floating) and mx.issubdtype(dtype, mx.integer)):
+        return x.astype(dtype)
+    if dtype.size < 4:
+        return x.astype(mx.int32).astype(dtype)
+    limits = mx.iinfo(dtype)
+    x = x.astype(mx.float32)
+    whole = mx.where(x < float(limits.max), x, 0).astype(dtype)
+    return mx.where(x >= float(limits.max), limits.max, mx.where(x <= float(limits.min), limits.min, whole)).astype(
+        dtype
+    )
+
+
+# Types narrower than a byte lie in bytes, one a byte: code -> (bits, signed).
+_SUB_BYTE_TYPES = {
+    ELEMENT_TYPE_CODES["int4"]: (4, True),
+    ELEMENT_TYPE_CODES["uint4"]: (4, False),
+    ELEMENT_TYPE_CODES["int2"]: (2, True),
+    ELEMENT_TYPE_CODES["uint2"]: (2, False),
+}
+# Types of which a device holds another, narrower one.
+_TYPES_NARROWED_ON_DEVICE = {ELEMENT_TYPE_CODES[name] for name in ("int64", "uint64", "float64", "complex128")}
+
+
+@op("Cast-9")
+def cast(x, *, to, saturate=1, round_mode="up"):
+    """x as the ONNX type `to`. `saturate` and `round_mode` concern 8-bit floats.
+
+    ONNX Cast-9, 13, 19, 21, 23, 24, 25, 28.
+    """
+    result = saturating_cast(x, device_dtype_of_code(to))
+    if to in _SUB_BYTE_TYPES:
+        bits, signed = _SUB_BYTE_TYPES[to]
+        half, ones = 1 << (bits - 1), (1 << bits) - 1
+        result = result & ones
+        result = (mx.bitwise_xor(result, half) - half if signed else result).astype(device_dtype_of_code(to))
+    return result
+
+
+@op("CastLike-15")
+def cast_like(x, like, *, saturate=1, round_mode="up"):
+    """x as the type of `like`. ONNX CastLike-15, 19, 21, 23, 24, 25."""
+    return saturating_cast(x, like.dtype)
+
+
+@op("BitCast-26")
+def bit_cast(x, *, to):
+    """The bits of x read as the ONNX type `to` of the same width, at most 32 bits. ONNX BitCast-26."""
+    if to in _TYPES_NARROWED_ON_DEVICE or device_dtype_of_code(to).size != x.dtype.size:
+        raise OperatorError(
+            f"bits of {x.dtype} as {ELEMENT_TYPE_NAMES.get(to, to)}", "types of one width, at most 32 bits"
+        )
+    return x.view(device_dtype_of_code(to))
