@@ -311,11 +311,10 @@ class _GraphReader:
         outputs = tuple(self.declare_name(name, scope) if name else "" for name in proto.output)
         attrs = {name: value for name, value in attrs.items() if value is not None}
         node, operator = Node(form, inputs, outputs, attrs, _scoped_name(proto)), ops.OPERATORS[form]
-        if len(inputs) < operator.required_inputs or (
-            len(inputs) > len(operator.input_names) and not operator.is_variadic
-        ):
-            expected = f"the inputs {', '.join(operator.input_names)}"
-            raise ConvertError(self.file, f"{len(inputs)} inputs", expected, "export the model again", str(node))
+        try:
+            operator.check_input_count(node)
+        except ops.OperatorError as error:
+            raise ConvertError(self.file, error.found, error.expected, "export the model again", str(node)) from None
         return [node]
 
     def resolve_result_type(self, proto: NodeProto, attrs: dict[str, Any]) -> tuple[NodeProto, dict[str, Any]]:

@@ -10,6 +10,7 @@ from mlx_transmuter.ops.registry import (
     NNLayer,
     Operator,
     OperatorError,
+    bind_inputs,
     op,
     resolve_operator,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "NNLayer",
     "Operator",
     "OperatorError",
+    "bind_inputs",
     "device_dtype",
     "make_layer",
     "op",

@@ -120,10 +120,7 @@ class _ProgramWalk:
     def run_node(self, node: Node) -> tuple[Any, ...]:
         operator = ops.OPERATORS[node.op]
         try:
-            if len(node.inputs) < operator.required_inputs or (
-                len(node.inputs) > len(operator.input_names) and not operator.is_variadic
-            ):
-                raise ops.OperatorError(f"{len(node.inputs)} inputs", f"the inputs {', '.join(operator.input_names)}")
+            operator.check_input_count(node)
             if unknown := node.attrs.keys() - operator.attribute_defaults.keys():
                 raise ops.OperatorError(
                     f"the attribute {', '.join(sorted(unknown))}", "an attribute that the operator has"
@@ -160,7 +157,7 @@ class _ProgramWalk:
     def arguments(self, operator: ops.Operator, node: Node) -> Iterator[Any]:
         for i, name in enumerate(node.inputs):
             host = i in operator.host_inputs if i < len(operator.input_names) else operator.host_variadic_inputs
-            parameter = operator.input_names[i] if i < len(operator.input_names) else f"input {i}"
+            parameter = operator.input_name(i)
             if not name:
                 yield None
             else:

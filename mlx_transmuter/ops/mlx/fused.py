@@ -8,7 +8,7 @@ from mlx_transmuter.ops.onnx.activation import gelu, swish
 from mlx_transmuter.ops.registry import op
 
 
-@op("mlx.rms_norm")
+@op("mlx.rms_norm", rowwise=True)
 def rms_norm(x, weight=None, *, eps: float):
     """x [..., dim] / √(mean(x²) + eps) · weight [dim]. Zhang & Sennrich 2019; mx.fast.rms_norm."""
     return mx.fast.rms_norm(x, weight, eps)
@@ -47,13 +47,13 @@ ACTIVATIONS_BY_NAME = {
 }
 
 
-@op("mlx.activate")
+@op("mlx.activate", rowwise=True)
 def activate(x, *, kind: str):
     """The activation of x, by its name in ACTIVATIONS. Hendrycks & Gimpel 2016."""
     return ACTIVATIONS_BY_NAME[kind](x)
 
 
-@op("mlx.gate")
+@op("mlx.gate", rowwise=True)
 def gated_activation(x, up, *, kind: str):
     """The activation of x times up: the gated MLP of Shazeer 2020."""
     return ACTIVATIONS_BY_NAME[kind](x) * up

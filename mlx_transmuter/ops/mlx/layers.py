@@ -35,7 +35,7 @@ def make_layer(kind: str, **options) -> nn.Module:
     raise OperatorError(f"a layer of kind {kind!r}", "Linear, Embedding, SwitchLinear, or one of them quantised")
 
 
-@op("mlx.linear")
+@op("mlx.linear", rowwise=True)
 def linear(x, layer: NNLayer, residual=None, *, pad: int = 0):
     """x [..., in] through the layer: [..., out]. MatMul with a constant matrix, and the Add of a bias after it.
 
@@ -64,7 +64,7 @@ def embedding(ids: HostArrayIfKnown, table: NNLayer):
     return table(checked_indices(ids, table["weight"].shape[0]) if isinstance(ids, np.ndarray) else ids)
 
 
-@op("mlx.as_linear")
+@op("mlx.as_linear", rowwise=True)
 def as_linear(x, table: NNLayer):
     """x [..., dim] times the transposed table [rows, dim]: [..., rows]. The head of a model with tied embeddings."""
     if type(table) is nn.Embedding:
