@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
+from mlx_transmuter.errors import TransmuterError
 
-class ConvertError(ValueError):
-    """A source that can't be converted: in which `file` (and `node`), what was `found`, `expected`, what to `do`."""
 
-    def __init__(self, where: object, found: str, expected: str = "", do: str = "", node: str = ""):
-        self.where, self.node, self.found, self.expected, self.do = str(where), node, found, expected, do
-        text = f"{where}: " + (f"node {node}: " if node else "") + f"found {found}"
-        text += f"; expected {expected}" if expected else ""
-        text += f". To mend it: {do}" if do else ""
-        super().__init__(text + ".")
+class ConvertError(TransmuterError):
+    """A source that cannot be converted; `where` is the file or the folder, `node` the graph's node at fault."""

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from mlx_transmuter import user_cache
+from mlx_transmuter.errors import TransmuterError
 from mlx_transmuter.precision_options import FLOAT_DTYPES, PrecisionOptions, Quantization, did_you_mean
 from mlx_transmuter.program import PROGRAM_VERSION
 
@@ -57,14 +58,8 @@ CHAT_TEMPLATE_FOLDER = "additional_chat_templates"
 UNUSED_SUFFIXES = (".py", ".bin", ".pt", ".pth", ".pkl")
 
 
-class SourceError(ValueError):
-    """A source that gives no model: `source`, what was `found`, what was `expected`, what to `do`."""
-
-    def __init__(self, source: object, found: str, expected: str = "", do: str = ""):
-        self.where, self.found, self.expected, self.do = str(source), found, expected, do
-        text = f"{source}: {found}"
-        text += f"; expected {expected}" if expected else ""
-        super().__init__(text + (f". {do}" if do else ""))
+class SourceError(TransmuterError):
+    """A source that gives no model; `where` is the source, or the file or the folder at fault."""
 
 
 def convert(
@@ -107,10 +102,10 @@ def convert(
     out = Path(out).expanduser()
     found, file = find_source(source, file, revision)
     if "program.json" in found.file_names:
-        raise SourceError(source, "already converted", "ONNX files", "Load it as it is.")
+        raise SourceError(source, "already converted", "ONNX files", "load it as it is")
     if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or (out / "program.json").is_file())):
         raise SourceError(
-            out, "exists and holds something else", "a new folder, or an earlier conversion", "Name another."
+            out, "exists and holds something else", "a new folder, or an earlier conversion", "name another"
         )
     name = choose_decoder_file(found, file, dtype, progress)
     folder = fetch_model_files(found, name, progress)
@@ -132,7 +127,7 @@ def load(
     found, file = find_source(source, file, revision)
     if "program.json" in found.file_names:
         if file or dtype:
-            raise SourceError(source, "already converted", "neither file nor dtype", "Convert the one you want.")
+            raise SourceError(source, "already converted", "neither file nor dtype", "convert the one you want")
         return load_folder(fetch_files(found, [name for name in found.file_names if is_converted_file(name)]))
     dtype, changes = _precision_of_dtype(dtype)
     name = choose_decoder_file(found, file, dtype)
@@ -244,27 +239,27 @@ def describe_failure(repo: str, revision: str, error: Exception) -> SourceError:
 
     if isinstance(error, errors.GatedRepoError):
         return SourceError(
-            repo, "a gated repository", do=f"Ask for access on its page at {constants.ENDPOINT}, then hf auth login."
+            repo, "a gated repository", do=f"ask for access on its page at {constants.ENDPOINT}, then hf auth login."
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return SourceError(
-            repo, "no such folder and no such repository", do="If it is private, log in first: hf auth login."
+            repo, "no such folder and no such repository", do="if it is private, log in first: hf auth login"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return SourceError(repo, f"no revision {revision!r}", "a branch, tag or commit")
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return SourceError(
-            repo, "no space left on the disk of the hub cache", do="Make room, or set HF_HUB_CACHE elsewhere."
+            repo, "no space left on the disk of the hub cache", do="make room, or set HF_HUB_CACHE elsewhere"
         )
     if constants.HF_HUB_OFFLINE:
         return SourceError(
-            repo, "offline (HF_HUB_OFFLINE), and not whole in the hub cache", do="Go online once to download it."
+            repo, "offline (HF_HUB_OFFLINE), and not whole in the hub cache", do="go online once to download it"
         )
     reason = (str(error).strip().splitlines() or [""])[0]
     return SourceError(
         repo,
         f"the hub at {constants.ENDPOINT} gave {type(error).__name__}: {reason}",
-        do="Try again later; if a folder was meant, there is none of that name.",
+        do="try again later; if a folder was meant, there is none of that name",
     )
 
 
@@ -299,7 +294,7 @@ def choose_decoder_file(source: Source, file: str | None, dtype: str | None, pro
     ]
     if not named and len({PurePosixPath(name).with_name(_stem_without_dtype(name)) for name in candidates}) != 1:
         raise SourceError(
-            source.label, f"no telling which is the decoder: {shorten_list(there)}", do="Name it with file (--file)."
+            source.label, f"no telling which is the decoder: {shorten_list(there)}", do="name it with file (--file)"
         )
     of_dtype = [name for name in candidates if dtype is None or _dtype_of_file(name) == dtype]
     if not of_dtype:
@@ -405,7 +400,7 @@ def fetch_files(source: Source, names: Sequence[str], progress: bool = True) -> 
         snapshots = next((parent for parent in folder.resolve().parents if parent.name == "snapshots"), None)
         allowed = [folder.resolve(), *([snapshots.parent / "blobs"] if snapshots else [])]
         if not any(real.is_relative_to(place) for place in allowed):
-            raise SourceError(folder / name, f"a link to {real}", "a file inside its folder", "Copy the file there.")
+            raise SourceError(folder / name, f"a link to {real}", "a file inside its folder", "copy the file there")
     return folder
 
 
@@ -428,7 +423,7 @@ def download_files(source: Source, names: Sequence[str], progress: bool) -> Path
     except Exception as error:
         raise describe_failure(source.repo, source.revision, error) from error
     if folder.name != commit:
-        raise SourceError(source.label, "the revision changed during the download", do="Run it again.")
+        raise SourceError(source.label, "the revision changed during the download", do="run it again")
     if missing := [name for name in names if not (folder / name).is_file()]:
         # The client gives the folder as it is when the hub cannot be reached.
         raise describe_failure(source.repo, source.revision, ConnectionError(f"{shorten_list(missing)} did not come"))
@@ -478,7 +473,7 @@ def _import_converter():
         if error.name != "onnx":
             raise
         raise SourceError(
-            "converting", "the package onnx is not installed", do="Install it: pip install onnx."
+            "converting", "the package onnx is not installed", do="install it: pip install onnx"
         ) from None
     return convert
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_transmuter.errors import TransmuterError
+
 # The widths and group sizes of MLX's affine quantisation, and the recipes of mlx_lm's convert: the bits of most layers,
 # and of those that more depends on.
 QUANTIZATION_BITS = (2, 3, 4, 5, 6, 8)
@@ -18,12 +20,11 @@ QUANTIZATION_NAMES = (*(f"{bits}bit" for bits in QUANTIZATION_BITS), *QUANTIZATI
 FLOAT_DTYPES = ("float16", "bfloat16", "float32")
 
 
-class PrecisionError(ValueError):
-    """A change that no conversion makes: what was `found`, what was `expected`, what to `do`."""
+class PrecisionError(TransmuterError):
+    """A precision option that no conversion has."""
 
     def __init__(self, found: str, expected: str, do: str = ""):
-        self.found, self.expected, self.do = found, expected, do
-        super().__init__(f"found {found}; expected {expected}" + (f". {do}" if do else ""))
+        super().__init__("", found, expected, do)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ import tokenizers
 from tokenizers import AddedToken, processors
 from tokenizers.decoders import DecodeStream
 
+from mlx_transmuter.errors import TransmuterError
+
 # What the files may be at most; the largest tokenizer.json of the hub (Gemma 3) has 33 MB, the largest template 30 KB.
 MAX_TOKENIZER_BYTES = 256 * 2**20
 MAX_JSON_BYTES = 32 * 2**20
@@ -25,14 +27,11 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 _ADDS_BOS = {"Llama": True, "CodeLlama": True, "Gemma": True, "Cohere": True, "GPTNeoX": False}
 
 
-class TokenizerError(ValueError):
-    """A tokenizer or chat template that cannot be used: `file`, what was `found`, what was `expected`, what to `do`."""
+class TokenizerError(TransmuterError):
+    """A tokenizer or a chat template that cannot be used; `where` is its file."""
 
-    def __init__(self, found: str, *, where: object = None, expected: str | None = None, do: str | None = None):
-        self.where, self.found, self.expected, self.do = where, found, expected, do
-        message = f"{where}: {found}" if where else found
-        message += f"; expected {expected}" if expected else ""
-        super().__init__(message + (f". {do}" if do else ""))
+    def __init__(self, found: str, *, where: object = "", expected: str = "", do: str = ""):
+        super().__init__(where, found, expected, do)
 
 
 class Tokenizer:
@@ -167,7 +166,7 @@ class Tokenizer:
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         if name not in self._templates:
             there = f"only {', '.join(self._templates)}" if self._templates else "none"
-            raise TokenizerError(f"the tokenizer has no chat template ({there})", do="Give the prompt as plain text.")
+            raise TokenizerError(f"the tokenizer has no chat template ({there})", do="give the prompt as plain text")
         variables: dict[str, Any] = {**self.special_tokens, "tools": tools, "documents": None, **template_vars}
         try:
             if name not in self._compiled_templates:

@@ -194,7 +194,7 @@ def test_errors_of_all_kinds_are_one_line(run, monkeypatch):
         (PermissionError(13, "Permission denied", "/x/y"), "/x/y: Permission denied", 1),
         (KeyError("surprise"), "KeyError: 'surprise' (MLX_TRANSMUTER_DEBUG=1 shows where)", 1),
         (RuntimeError("two\nlines"), "RuntimeError: two lines", 1),
-        (hub.SourceError("a", "two\nlines"), "mlx-transmuter: a: two lines\n", 1),
+        (hub.SourceError("a", "two\nlines"), "mlx-transmuter: a: found two lines.\n", 1),
     ]:
 
         def convert(*args, error=error, **options):

@@ -355,8 +355,8 @@ def test_a_repository_that_gives_no_model_is_one_clear_line(tmp_path, remote, mo
         remote.stop()
     source = {"missing": "user/nothing", "no_onnx": "user/other"}.get(case, "user/name")
     messages = {
-        "missing": "user/nothing: no such folder and no such repository",
-        "gated": "user/name: a gated repository",
+        "missing": "user/nothing: found no such folder and no such repository",
+        "gated": "user/name: found a gated repository",
         "revision": "no revision 'v9'",
         "offline": r"offline \(HF_HUB_OFFLINE\)",
         "down": "the hub at http://127.0.0.1.*if a folder was meant, there is none of that name",

@@ -9,15 +9,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.errors import TransmuterError
+
 INT32_MAX = 2**31 - 1
 
 
-class CacheError(ValueError):
-    """A cache was asked for what it can't do: where, what was found, what was expected and what to do."""
-
-    def __init__(self, where: str, found: object, expected: object, do: str = ""):
-        self.where, self.found, self.expected, self.do = where, found, expected, do
-        super().__init__(f"{where}: found {found}, expected {expected}" + (f"\n{do}" if do else ""))
+class CacheError(TransmuterError):
+    """Something that the cache cannot do; `where` names the call and its argument."""
 
 
 def check_integer(where: str, value: Any, minimum: int, maximum: int | None = None) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
+from mlx_transmuter.errors import TransmuterError
 from mlx_transmuter.program import Node
 
 
@@ -32,15 +33,11 @@ class NNLayer(nn.Module):
     """Annotation of an input that is a layer of the module; the function gets the `mlx.nn` layer and calls it."""
 
 
-class OperatorError(ValueError):
-    """An operator that cannot do what a node asks: `node`, what was `found`, what was `expected`, what to `do`."""
+class OperatorError(TransmuterError):
+    """An operator that cannot do what a node asks; `node` is "" until the walk over the graph knows it."""
 
     def __init__(self, found: str, expected: str = "", do: str = "", node: str = ""):
-        self.found, self.expected, self.do, self.node = found, expected, do, node
-        parts = [f"{node}: found {found}" if node else f"found {found}"]
-        parts += [f"expected {expected}"] if expected else []
-        parts += [f"to mend it: {do}"] if do else []
-        super().__init__("; ".join(parts) + ".")
+        super().__init__("", found, expected, do, node=node)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_transmuter.errors import TransmuterError
 from mlx_transmuter.program import Value
 
 # No axis that a graph fixes is larger.
@@ -26,12 +27,11 @@ _WORD_SYNONYMS = {"keys": "key", "values": "value", "k": "key", "v": "value", "s
 _WORD_SYNONYMS |= {"kcache": "key", "vcache": "value"}
 
 
-class SignatureError(ValueError):
-    """A program that is no decoder that generation can run: what was `found` and what was `expected`."""
+class SignatureError(TransmuterError):
+    """A program that is no decoder which generation can run."""
 
     def __init__(self, found: str, expected: str, do: str = "choose the decoder among the model's files"):
-        self.found, self.expected, self.do = found, expected, do
-        super().__init__(f"found {found}; expected {expected}. To mend it: {do}.")
+        super().__init__("", found, expected, do)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from mlx_transmuter.errors import TransmuterError
+
 PROGRAM_FORMAT = "mlx_transmuter"
 PROGRAM_VERSION = 1
 # What a saved program may be at most: far above any decoder, far below what hurts a reader.
@@ -33,12 +35,11 @@ ONNX_DTYPES = frozenset(
 LAYER_ARRAY_NAMES = ("weight", "bias", "scales", "biases")
 
 
-class ProgramError(ValueError):
-    """A program that is not whole: `where` is the file or node, `found` what stands there, `expected` what should."""
+class ProgramError(TransmuterError):
+    """A program that is not whole; `where` is the file, the node or the weight."""
 
     def __init__(self, where: str, found: str, expected: str, do: str = "convert the model again"):
-        self.where, self.found, self.expected, self.do = where, found, expected, do
-        super().__init__(f"{where}: found {found}; expected {expected}. To mend it: {do}.")
+        super().__init__(where, found, expected, do)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 
 from mlx_transmuter import ops
 from mlx_transmuter.cache import CacheIndex, HybridIndex, PoolSpec, QuantizedFormat, QuantizedPool
+from mlx_transmuter.errors import TransmuterError
 from mlx_transmuter.program.cache_pairs import CachePair
 from mlx_transmuter.program.signature import (
     CACHE_INDEX_INPUT,
@@ -27,12 +28,11 @@ from mlx_transmuter.runtime.buckets import StepColumns
 from mlx_transmuter.runtime.module import ProgramModule
 
 
-class DecoderError(ValueError):
-    """A step that the decoder cannot run: what was `found`, what was `expected`, what to `do`."""
+class DecoderError(TransmuterError):
+    """A step or a session that the decoder cannot run."""
 
     def __init__(self, found: str, expected: str, do: str = ""):
-        self.found, self.expected, self.do = found, expected, do
-        super().__init__(f"found {found}; expected {expected}" + (f". To mend it: {do}." if do else "."))
+        super().__init__("", found, expected, do)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,37 @@
+"""The base class of every error that this package raises on purpose, and the one format of their messages.
+
+Each room has a thin subclass (`SourceError`, `ConvertError`, `ProgramError`, `OperatorError`, `DecoderError`,
+`CacheError`, `GenerationError`, …), so that `except TransmuterError` catches them all; each is a ValueError.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+
+class TransmuterError(ValueError):
+    """Something given to the package that it cannot take.
+
+    where: the file, folder, argument or setting at fault. node: the node of the graph, where it is one. found: what
+    stands there. expected: what should. do: what mends it. All are text, "" where there is nothing to say.
+    """
+
+    def __init__(self, where: object = "", found: object = "", expected: object = "", do: str = "", node: str = ""):
+        self.where, self.found, self.expected, self.do, self.node = str(where), str(found), str(expected), do, node
+        place = "".join(f"{part}: " for part in (self.where, f"node {node}" if node else "") if part)
+        text = f"{place}found {self.found}" + (f"; expected {self.expected}" if self.expected else "")
+        super().__init__(text + (f". To fix it: {do.rstrip('.')}." if do else "."))
+
+
+def did_you_mean(name: Any, names: Sequence[str]) -> str:
+    """A question after the name that is most like `name`; "" where none is."""
+    close = difflib.get_close_matches(str(name), names, n=1)
+    return f"Did you mean {close[0]}?" if close else ""
+
+
+def abbreviate(names: Sequence[str], most: int = 8) -> str:
+    """The first `most` names and how many more there are; "nothing" for none."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(names[:most]) + more) or "nothing"
