@@ -13,10 +13,10 @@ from conftest import FIXTURES, golden
 
 from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.converters.proof import trials
-from mlx_transmuter.generation.row import prefill_chunks
 from mlx_transmuter.model import load_folder
 from mlx_transmuter.runtime.decoder import Decoder
 from mlx_transmuter.runtime.module import ProgramModule
+from mlx_transmuter.runtime.prefill_schedule import prefill_chunks
 
 
 @functools.cache

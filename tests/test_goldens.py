@@ -8,8 +8,8 @@ import pytest
 from conftest import NAMES, golden
 
 from mlx_transmuter import generation, ops
-from mlx_transmuter.generation.row import prefill_chunks
 from mlx_transmuter.runtime.decoder import Decoder
+from mlx_transmuter.runtime.prefill_schedule import prefill_chunks
 
 # How far logits may be from onnxruntime's on the same file, relative to their spread: float32 sums in another order;
 # 4-bit products accumulate in another order over dequantised blocks; half types round each sum.

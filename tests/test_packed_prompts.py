@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mlx_transmuter import generation, ops
 from mlx_transmuter.generation import PromptCache
-from mlx_transmuter.generation.row import MAX_PACKED_TOKENS, plan_packed_prefill
 from mlx_transmuter.runtime.decoder import CacheSession, Decoder, DecoderError
+from mlx_transmuter.runtime.prefill_schedule import MAX_PACKED_TOKENS, plan_packed_prefill
 
 DRAW = np.random.default_rng(11)
 PROMPTS = [DRAW.integers(3, 60, n).tolist() for n in (37, 5, 0, 12)]

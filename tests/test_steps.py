@@ -14,12 +14,12 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlx_transmuter import generation
 from mlx_transmuter.cache import CacheIndex
-from mlx_transmuter.generation.row import prefill_chunks
 from mlx_transmuter.ops.mlx import pooled_attention
 from mlx_transmuter.runtime import steps
 from mlx_transmuter.runtime.buckets import StepColumns
 from mlx_transmuter.runtime.buckets import context_bucket as decoders_bucket
 from mlx_transmuter.runtime.decoder import Decoder
+from mlx_transmuter.runtime.prefill_schedule import prefill_chunks
 
 # Compilations.
 

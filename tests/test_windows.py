@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from mlx_transmuter import generation, ops
 from mlx_transmuter.generation import PromptCache
-from mlx_transmuter.generation.row import prefill_chunks
 from mlx_transmuter.ops.mlx import pooled_attention
 from mlx_transmuter.program import Node
 from mlx_transmuter.runtime import buckets
 from mlx_transmuter.runtime.buckets import Ring, attention_windows, choose_window_context, context_bucket
 from mlx_transmuter.runtime.decoder import Decoder, DecoderError
+from mlx_transmuter.runtime.prefill_schedule import prefill_chunks
 
 WINDOWED = ["gemma3_genai", "mistral", "mistral_genai"]  # windows of 8 in all layers
 MIXED = ["gemma2", "gemma3_text", "gpt_neo", "gpt_oss"]  # in one of two

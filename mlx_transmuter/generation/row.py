@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,9 +11,6 @@ import numpy as np
 
 from mlx_transmuter.generation.drafts.draft_tree import DraftCounts
 from mlx_transmuter.generation.errors import GenerationError
-
-# The most tokens of a lane of several prompts.
-MAX_PACKED_TOKENS = 512
 
 # Why a text ends. "cancelled" is for a run that its caller gave up.
 FINISH_STOP, FINISH_LENGTH, FINISH_CANCELLED = "stop", "length", "cancelled"
@@ -89,49 +86,6 @@ class Row:
 def tokens_with_logprobs(tokens: Sequence[int], logprobs: Sequence[float]) -> list[Token]:
     """Tokens with their log-probabilities, where there are any."""
     return [Token(token, logprob) for token, logprob in zip(tokens, logprobs or [None] * len(tokens), strict=True)]
-
-
-def prefill_chunks(length: int, max_chunk: int | None = None, prompt_mode: str = "parts") -> list[int]:
-    """The steps of a prompt of length tokens: powers of two, the largest first, none above most (45: 32, 8, 4, 1).
-
-    how: what the decoder takes (see its Plan): "parts", a "whole" prompt, or "single" tokens.
-    """
-    if prompt_mode != "parts":
-        return [length] if prompt_mode == "whole" else [1] * length
-    parts: list[int] = []
-    while length:
-        part = 1 << (min(length, max_chunk or length).bit_length() - 1)
-        parts.append(part)
-        length -= part
-    return parts
-
-
-def plan_packed_prefill(
-    lengths: Mapping[int, int], rows: int, max_tokens: int | None = None
-) -> list[tuple[list[int], int]]:
-    """(rows, size) of each lane of size tokens that runs these rows' prompts; [] where that wins too little.
-
-    lengths: row → its prompt's. Steps of all rows take rows × the longest; the lanes must save more than a quarter of
-    it, for each size is a shape to compile. There are eight sizes an octave. Prompts stay whole, in lanes of at most
-    PACKED tokens, or `most`: every token is weighed against every other of its lane.
-    """
-    limit, lanes = min(MAX_PACKED_TOKENS, max_tokens or MAX_PACKED_TOKENS), []
-    longest = max(lengths.values())
-    if longest > limit:
-        return []
-    for row, length in lengths.items():
-        if not lanes or lanes[-1][1] + length > limit:
-            lanes.append(([], 0))
-        members, total = lanes[-1]
-        lanes[-1] = [*members, row], total + length
-    sized = [(members, min(limit, _packed_size(total))) for members, total in lanes]
-    taken = sum(size for _, size in sized)
-    return sized if 4 * taken < 3 * rows * longest else []
-
-
-def _packed_size(length: int) -> int:
-    step = max(1, (1 << (length - 1).bit_length()) // 16)
-    return -(-length // step) * step
 
 
 def to_integers(name: str, values: Iterable[Any]) -> list[int]:

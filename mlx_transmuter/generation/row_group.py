@@ -11,9 +11,10 @@ from mlx_transmuter.generation.batch import Batch
 from mlx_transmuter.generation.drafts.draft_tree import slots_with_drafts
 from mlx_transmuter.generation.logits.host_processor_inputs import HostProcessorInputs
 from mlx_transmuter.generation.logits.processor_state import ProcessorState
-from mlx_transmuter.generation.row import Row, plan_packed_prefill, prefill_chunks
+from mlx_transmuter.generation.row import Row
 from mlx_transmuter.runtime.decoder import CacheSession
 from mlx_transmuter.runtime.full_context import FullContextSession
+from mlx_transmuter.runtime.prefill_schedule import PackedPrefillRow, plan_packed_prefill, prefill_chunks
 
 
 class RowGroup:
@@ -76,7 +77,7 @@ class RowGroup:
         self.fork(parents)
         return last[mx.array(parents)]
 
-    def _plan_packed_prefill(self, prompts: Mapping[int, list[int]]) -> list[tuple[list[int], int]]:
+    def _plan_packed_prefill(self, prompts: Mapping[int, list[int]]) -> list[PackedPrefillRow]:
         """The lanes to run whole prompts in, several in one, where that takes fewer tokens; else none."""
         if (
             "packed" not in self.batch.compiled.decoder.supports
@@ -87,9 +88,7 @@ class RowGroup:
         lengths = {row: len(prompt) for row, prompt in prompts.items()}
         return plan_packed_prefill(lengths, len(self.all_rows), _max_chunk_tokens(self.session, self.batch))
 
-    def _prefill_packed(
-        self, prompts: Mapping[int, list[int]], packs: Sequence[tuple[list[int], int]]
-    ) -> mx.array | None:
+    def _prefill_packed(self, prompts: Mapping[int, list[int]], packs: Sequence[PackedPrefillRow]) -> mx.array | None:
         """The logits after the prompts, from a step for each lane."""
         last = None
         for members, size in packs:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_transmuter.generation import GenerationError
-from mlx_transmuter.generation.row import PromptPositions, prefill_chunks
+from mlx_transmuter.generation.row import PromptPositions
+from mlx_transmuter.runtime.prefill_schedule import prefill_chunks
 
 
 def test_a_prompt_of_45_runs_as_32_8_4_and_1():
