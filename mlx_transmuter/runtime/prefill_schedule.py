@@ -20,8 +20,8 @@ def prefill_chunks(length: int, max_chunk: int | None = None, prompt_mode: str =
     """Returns the lengths of the steps of a prompt of `length` tokens: powers of two, the largest first, none above
     max_chunk (45: 32, 8, 4, 1).
 
-    prompt_mode: what the decoder takes (see RunPlan): chunks ("parts"), the prompt at once ("whole"), or one token after
-    another ("single").
+    prompt_mode: what the decoder takes (see RunPlan): chunks ("parts"), the prompt at once ("whole"), or one token at a
+    time ("single").
     """
     if prompt_mode != "parts":
         return [length] if prompt_mode == "whole" else [1] * length
@@ -37,8 +37,8 @@ def plan_packed_prefill(lengths: Mapping[int, int], rows: int, max_tokens: int |
     """Returns the packed prefill rows that run the prompts of `lengths` (row -> tokens), or [] where packing saves too
     little.
 
-    Chunks of all rows compute rows × the longest prompt. Packing must save more than a quarter of that, for each size is
-    a shape to compile; there are eight sizes per octave. No prompt is split, and a packed row has at most
+    Chunks of all rows compute rows × the longest prompt. Packing must save more than a quarter of that, for each size
+    is a shape to compile; there are eight sizes per octave. No prompt is split, and a packed row has at most
     MAX_PACKED_TOKENS tokens, or max_tokens.
     """
     limit = min(MAX_PACKED_TOKENS, max_tokens or MAX_PACKED_TOKENS)
