@@ -37,7 +37,8 @@ def render_model_card(program: Program, config: dict[str, Any], folder: Path) ->
         f" logits within {proof['error']:.1e} of their spread (limit {proof['limit']:.0e});",
         f"- the cache works in the mode `{meta['cache_mode']}`;",
         *(
-            f"- the rewrite `{r['name']}` replaced {r['held']} {'node' if r['held'] == 1 else 'nodes'}"
+            f"- the rewrite `{r['name'].replace('_', ' ')}` replaced"
+            f" {r['held']} {'node' if r['held'] == 1 else 'nodes'}"
             + (f" and left {sum(r['declined'].values())}" if r["declined"] else "")
             + ";"
             for r in meta["rewrites"]

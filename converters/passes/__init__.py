@@ -1,34 +1,13 @@
-"""The rewrites, in their order.
+"""The passes of a conversion, in their order, each with the passes that it must come after and why.
 
-1. fold: what depends on constants alone is computed now; later rewrites then see constants where exporters wrote
-chains.
-   experts, grouped: before the rewrites that walk the graph, which they can't while the sizes of a step depend on its
-   values. (hit is none of these: it is done to the graph before anything is compared with it.)
-2. positions: a graph that takes positions from the length of its cache gets an input for them, so that it runs over a
-buffer;
-   before settle, which would leave fewer nodes to tell positions from columns by.
-3. narrow: a cache that is a half type within the graph is one outside too; before settle and attention, which look for
-   the cache itself.
-4. settle: shapes that are the same in steps of every size become constants, and nodes that change nothing go; same:
-   what is written several times is computed once; stored: what is done to a weight alone is done now.
-   unpacked: onnxruntime's Attention gives its projections away, before linear, which makes a layer of them.
-5. integers: before embedding and linear, which take what is left of its weights in floats.
-   embedding: before linear, so that a head tied to the embedding finds its table.
-6. linear, quantized: products with a constant matrix become layers; opened: those of a mixture in one operator too.
-   flat: these take rows of any shape; chosen: those of alike experts stand in stacks; joined: those of one input become
-   one.
-7. norms, rotary, gates: one node for what exporters write in several; parted: after rotary, which looks for slices.
-   residual: after all that look for products or sums, which are one node then.
-8. attention: after settle, which leaves of the repeated keys and of the reshapes only what matters; the past and the
-   present become pools, and the mask, which nothing reads any more, goes. group_query: the same for the operator that
-   brings its rotation.
-9. last: after attention; also where past and present stay as they are.
-10. heads: after all that look for a transpose; together: what heads found of one product.
+A pass is a generator function of a graph view that yields a replacement or a skipped match for each node that it looks
+at. The order is data: the tests check that it keeps every `after`, and that it names each pass of these folders once.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from mlx_transmuter.converters.graph.graph_view import GraphView, Rewrite, RewriteRecord, apply_rewrite, rename_values
 from mlx_transmuter.converters.passes.attention.extract_attention_projections import extract_attention_projections
@@ -67,60 +46,198 @@ from mlx_transmuter.program.signature import (
     TOKEN_INPUTS,
 )
 
-# What leaves past and present as they are, and what makes pools of them.
-GRAPH_REWRITES: tuple[Rewrite, ...] = (
-    fold_constants,
-    make_experts_dense,
-    stack_sorted_experts,
-    expose_positions,
-    use_half_precision_cache,
-    fold_static_shapes,
-    eliminate_common_subexpressions,
-    fold_weight_transforms,
-    extract_attention_projections,
-    absorb_dequantize_linear,
-    make_embedding_layers,
-    make_linear_layers,
-    make_block_quantized_layers,
-    expand_contrib_moe,
-    drop_row_reshapes,
-    make_switch_experts,
-    merge_projections,
-    fuse_rms_norm,
-    fuse_rotary_embedding,
-    fuse_activations,
-    fuse_slices_into_split,
-    fuse_residual_add,
-)
-# Those that take sizes which depend on values out of a step: where one is made, the graph itself runs eagerly.
-DATA_DEPENDENT_REWRITES = (make_experts_dense.__name__, stack_sorted_experts.__name__)
-POOL_REWRITES: tuple[Rewrite, ...] = (
-    fuse_pooled_attention,
-    lower_group_query_attention,
-    gather_last_token_logits,
-    fuse_head_reshapes,
-    fuse_qkv_heads,
-)
+
+@dataclass(frozen=True)
+class Pass:
+    """One rewrite and its place in the order.
+
+    after: the passes that must run earlier, and for each the reason. removes_data_dependent_shapes: a graph in which
+    this pass replaces a node has values whose shapes depend on other values, so the unrewritten graph runs eagerly.
+    """
+
+    rewrite: Rewrite
+    after: Mapping[Rewrite, str] = field(default_factory=dict)
+    removes_data_dependent_shapes: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the pass in the metadata of a converted folder: that of its function."""
+        return self.rewrite.__name__
 
 
-def apply_rewrites(program: Program, rewrites: tuple[Rewrite, ...]) -> tuple[Program, list[RewriteRecord]]:
-    """The program after the rewrites of `order`, without inputs that nothing reads any more; what each rewrite did."""
-    given = {name for node in program.nodes for name in node.outputs}
-    # A value of the graph may have a name that an input of a program over pools has: dynamo's exports call one "index".
+_BEFORE_THE_SHAPE_PROBE = "the shape probe runs no graph whose shapes depend on values"
+_BEFORE_RESIDUALS = "a product and its sum with the residual stream are one node afterwards"
+
+# Passes that leave the graph's pasts and presents as they are.
+GRAPH_PASSES: tuple[Pass, ...] = (
+    Pass(fold_constants),
+    Pass(
+        make_experts_dense,
+        after={fold_constants: "it reads constants where exporters write chains of nodes"},
+        removes_data_dependent_shapes=True,
+    ),
+    Pass(
+        stack_sorted_experts,
+        after={fold_constants: "it reads constants where exporters write chains of nodes"},
+        removes_data_dependent_shapes=True,
+    ),
+    Pass(
+        expose_positions,
+        after={make_experts_dense: _BEFORE_THE_SHAPE_PROBE, stack_sorted_experts: _BEFORE_THE_SHAPE_PROBE},
+    ),
+    Pass(
+        use_half_precision_cache,
+        after={make_experts_dense: _BEFORE_THE_SHAPE_PROBE, stack_sorted_experts: _BEFORE_THE_SHAPE_PROBE},
+    ),
+    Pass(
+        fold_static_shapes,
+        after={
+            expose_positions: "what folding leaves no longer tells positions from columns of the mask",
+            use_half_precision_cache: "it looks for sizes of the cache itself, not of a cast of it",
+        },
+    ),
+    Pass(eliminate_common_subexpressions, after={fold_static_shapes: "equal shapes are equal constants by then"}),
+    Pass(fold_weight_transforms, after={fold_static_shapes: "the shape of a weight's Reshape is a constant by then"}),
+    Pass(extract_attention_projections, after={fold_constants: "it takes weights and biases, not what computes them"}),
+    Pass(absorb_dequantize_linear, after={fold_weight_transforms: "it takes weights, not what reshapes them"}),
+    Pass(
+        make_embedding_layers,
+        after={absorb_dequantize_linear: "it takes the weights that are left in floats"},
+    ),
+    Pass(
+        make_linear_layers,
+        after={
+            extract_attention_projections: "the projections of com.microsoft's Attention are products by then",
+            absorb_dequantize_linear: "it takes the weights that are left in floats",
+            make_embedding_layers: "a head that is tied to the embedding finds the embedding's table",
+        },
+    ),
+    Pass(
+        make_block_quantized_layers,
+        after={make_embedding_layers: "a head that is tied to the embedding finds the embedding's table"},
+    ),
+    Pass(
+        expand_contrib_moe,
+        after={fold_constants: "it takes weights and scales, not what computes them"},
+    ),
+    Pass(
+        drop_row_reshapes,
+        after={
+            make_linear_layers: "layers take rows of any shape, products of matrices do not",
+            make_block_quantized_layers: "layers take rows of any shape, products of matrices do not",
+        },
+    ),
+    Pass(
+        make_switch_experts,
+        after={
+            make_experts_dense: "its experts run over all tokens",
+            make_linear_layers: "experts are found by their layers",
+            make_block_quantized_layers: "experts are found by their layers",
+            drop_row_reshapes: "reshapes around a layer hide that experts are alike",
+        },
+    ),
+    Pass(
+        merge_projections,
+        after={
+            make_linear_layers: "it merges layers of one input",
+            make_block_quantized_layers: "it merges layers of one input",
+            expand_contrib_moe: "it merges the stacks of a mixture's experts too",
+            make_switch_experts: "it merges the stacks of a mixture's experts too",
+        },
+    ),
+    Pass(fuse_rms_norm, after={fold_static_shapes: "reshapes and casts that change nothing are gone by then"}),
+    Pass(fuse_rotary_embedding, after={fold_static_shapes: "the bounds of its slices are constants by then"}),
+    Pass(fuse_activations, after={make_switch_experts: "a mixture has one activation by then, not one per expert"}),
+    Pass(
+        fuse_slices_into_split,
+        after={fuse_rotary_embedding: "a rotation is found by its slices"},
+    ),
+    Pass(
+        fuse_residual_add,
+        after={
+            drop_row_reshapes: _BEFORE_RESIDUALS,
+            make_switch_experts: _BEFORE_RESIDUALS,
+            merge_projections: _BEFORE_RESIDUALS,
+            fuse_activations: _BEFORE_RESIDUALS,
+        },
+    ),
+)
+# Passes that put pools in the place of pasts and presents, and what is possible only then.
+POOL_PASSES: tuple[Pass, ...] = (
+    Pass(
+        fuse_pooled_attention,
+        after={
+            fold_static_shapes: "the reshapes around repeated keys and values are gone by then",
+            use_half_precision_cache: "it looks for the cache itself, not for a cast of it",
+            extract_attention_projections: "it reads com.microsoft's MultiHeadAttention, which that pass makes",
+        },
+    ),
+    Pass(
+        lower_group_query_attention,
+        after={use_half_precision_cache: "it looks for the cache itself, not for a cast of it"},
+    ),
+    Pass(
+        gather_last_token_logits,
+        after={
+            make_linear_layers: "it looks for the head's layer",
+            make_block_quantized_layers: "it looks for the head's layer",
+        },
+    ),
+    Pass(
+        fuse_head_reshapes,
+        after={
+            fuse_pooled_attention: "attention is found by the transposes of its heads",
+            lower_group_query_attention: "that pass makes the reshapes and transposes that this one fuses",
+        },
+    ),
+    Pass(
+        fuse_qkv_heads,
+        after={
+            merge_projections: "it takes the heads of a merged product",
+            fuse_rotary_embedding: "it rotates queries and keys in one node",
+            fuse_head_reshapes: "it takes mlx.split_heads, which that pass makes",
+        },
+    ),
+)
+GRAPH_REWRITES: tuple[Rewrite, ...] = tuple(entry.rewrite for entry in GRAPH_PASSES)
+POOL_REWRITES: tuple[Rewrite, ...] = tuple(entry.rewrite for entry in POOL_PASSES)
+
+
+def had_data_dependent_shapes(records: Sequence[RewriteRecord]) -> bool:
+    """Returns whether the rewrites removed shapes that depend on values; the graph without them then runs eagerly."""
+    names = {entry.name for entry in (*GRAPH_PASSES, *POOL_PASSES) if entry.removes_data_dependent_shapes}
+    return any(record.name in names and record.replaced_count for record in records)
+
+
+def apply_rewrites(program: Program, rewrites: Sequence[Rewrite]) -> tuple[Program, list[RewriteRecord]]:
+    """Returns the program after the rewrites, in their order, and the record of each.
+
+    Inputs that nothing reads any more are dropped, except those of the cache.
+    """
+    outputs = {name for node in program.nodes for name in node.outputs}
+    # A value of the graph may have the name of an input of programs over pools: dynamo's exports call one "index".
     program = rename_values(
-        program, {name: f"{name}.value" for name in given & {CACHE_INDEX_INPUT, HEAD_INDEX_INPUT, LOGIT_INDICES_INPUT}}
+        program,
+        {name: f"{name}.value" for name in outputs & {CACHE_INDEX_INPUT, HEAD_INDEX_INPUT, LOGIT_INDICES_INPUT}},
     )
     records, graph = [], GraphView(program)
-    for one in rewrites:
-        program, record = apply_rewrite(program, one, graph)
+    for rewrite in rewrites:
+        program, record = apply_rewrite(program, rewrite, graph)
         records.append(record)
         if program is not graph.program:
             graph = GraphView(program, graph)
-    known = {*OPTIONAL_INPUTS, *TOKEN_INPUTS}  # what is carried stays, also where nothing reads it
+    droppable = {*OPTIONAL_INPUTS, *TOKEN_INPUTS}
     read = {name for node in program.nodes for name in node.all_inputs()} | {value.name for value in program.outputs}
-    return replace(
-        program, inputs=tuple(value for value in program.inputs if value.name in read or value.name not in known)
-    ), records
+    inputs = tuple(value for value in program.inputs if value.name in read or value.name not in droppable)
+    return replace(program, inputs=inputs), records
 
 
-__all__ = ["DATA_DEPENDENT_REWRITES", "GRAPH_REWRITES", "POOL_REWRITES", "apply_rewrites"]
+__all__ = [
+    "GRAPH_PASSES",
+    "GRAPH_REWRITES",
+    "POOL_PASSES",
+    "POOL_REWRITES",
+    "Pass",
+    "apply_rewrites",
+    "had_data_dependent_shapes",
+]

@@ -17,7 +17,7 @@ from mlx_transmuter.converters.errors import ConvertError
 from mlx_transmuter.converters.graph.graph_view import Rewrite, RewriteRecord
 from mlx_transmuter.converters.graph.shape_probe import make_step_inputs
 from mlx_transmuter.converters.onnx_reader.tensors import LazyTensor
-from mlx_transmuter.converters.passes import DATA_DEPENDENT_REWRITES, POOL_REWRITES, apply_rewrites
+from mlx_transmuter.converters.passes import POOL_REWRITES, apply_rewrites, had_data_dependent_shapes
 from mlx_transmuter.converters.passes.simplify.select_cache_branch import select_branch
 from mlx_transmuter.converters.proof import proof
 from mlx_transmuter.program import Program, ProgramError, weights
@@ -70,7 +70,7 @@ def prove_graph_rewrites(
                 if not order and start is graph:
                     raise  # the graph itself is at fault
                 continue
-            eager = any(record.name in DATA_DEPENDENT_REWRITES and record.replaced_count for record in records)
+            eager = had_data_dependent_shapes(records)
             if wanted is None:
                 wanted, single = _compute_reference(
                     _unrewritten_module(graph, program, module), signature, batch, eager, path

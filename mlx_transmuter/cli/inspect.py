@@ -84,7 +84,7 @@ def _report_lines(description: dict[str, Any]) -> list[str]:
         "rewrites",
     ]
     for rewrite in description["rewrites"]:
-        lines.append(f"  {rewrite['held']:6} {rewrite['name']}")
+        lines.append(f"  {rewrite['held']:6} {rewrite['name'].replace('_', ' ')}")
         lines += [f"         declined {count}: {reason}" for reason, count in rewrite["declined"].items()]
     if proof := description["proof"]:
         lines.append(f"proof        logits within {proof['error']:.1e} of their spread (limit {proof['limit']:.0e})")
