@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_passes import before, reasons
+from fixture_programs import program_before, skip_reasons
 
 from mlx_transmuter.converters.graph.graph_view import GraphView, apply_rewrite
 from mlx_transmuter.converters.passes.attention.rotary import fuse_rotary_embedding
@@ -38,7 +38,7 @@ def half_inside(program: Program, parts: int) -> Program:
 
 def test_a_cache_that_is_half_inside_is_kept_so():
     program, record = apply_rewrite(
-        half_inside(before("llama_fp16", use_half_precision_cache), 4), use_half_precision_cache
+        half_inside(program_before("llama_fp16", use_half_precision_cache), 4), use_half_precision_cache
     )
     assert record.replaced_count == 8
     for value in (*program.inputs, *program.outputs):
@@ -48,19 +48,19 @@ def test_a_cache_that_is_half_inside_is_kept_so():
 
 
 def test_a_cache_of_which_a_part_alone_is_half_inside_declines():
-    program = half_inside(before("llama_fp16", use_half_precision_cache), 2)
-    assert reasons(program, use_half_precision_cache) == ["a part of the cache alone is cast; wanted all of it"]
+    program = half_inside(program_before("llama_fp16", use_half_precision_cache), 2)
+    assert skip_reasons(program, use_half_precision_cache) == ["a part of the cache alone is cast; wanted all of it"]
 
 
 def test_a_cache_that_is_rounded_on_its_way_out_stays():
     """Kept in float32 its keys would be less rounded than the graph's."""
-    program = half_inside(before("llama_fp16", use_half_precision_cache), 4)
+    program = half_inside(program_before("llama_fp16", use_half_precision_cache), 4)
     nodes = [replace(n, attrs={"to": 10}) if n.outputs[0].startswith("present") else n for n in program.nodes]
     assert apply_rewrite(replace(program, nodes=nodes), use_half_precision_cache)[1].replaced_count == 0
 
 
 def test_what_is_written_twice_is_computed_once_but_for_chance_and_what_the_graph_gives():
-    program = before("llama", eliminate_common_subexpressions)
+    program = program_before("llama", eliminate_common_subexpressions)
     table = next(iter(program.weights))
     extra = [
         Node("Abs-6", (table,), ("a",)), Node("Abs-6", (table,), ("b",)), Node("Neg-6", (table,), ("c",)),
@@ -76,7 +76,7 @@ def test_what_is_written_twice_is_computed_once_but_for_chance_and_what_the_grap
 
 def test_a_size_taken_from_the_cache_is_read_off_the_tokens_unless_it_is_the_cache_s_own():
     """torch.onnx takes the number of rows from the last past, whose length is no size of a step's tokens."""
-    program = before("llama_dynamo", fold_static_shapes)
+    program = program_before("llama_dynamo", fold_static_shapes)
 
     taken = [node for node in program.nodes if node.op == "Shape-1" and node.inputs[0].startswith("past")]
     assert [node.attrs["start"] for node in taken] == [2, 0]
@@ -86,7 +86,7 @@ def test_a_size_taken_from_the_cache_is_read_off_the_tokens_unless_it_is_the_cac
 
 
 def test_a_rotation_by_tables_whose_halves_differ_stays():
-    program = before("llama", fuse_rotary_embedding)
+    program = program_before("llama", fuse_rotary_embedding)
     assert apply_rewrite(program, fuse_rotary_embedding)[1].replaced_count == 4
     at = next(i for i, node in enumerate(program.nodes) if node.op.startswith("Cos"))
     cos = program.nodes[at]
@@ -98,7 +98,7 @@ def test_a_rotation_by_tables_whose_halves_differ_stays():
 
 def test_a_rotation_of_neighbours_by_tables_of_halves_stays():
     """gptj's tables repeat each angle for two neighbours; turned about, the angles are alike no more."""
-    program = before("gptj", fuse_rotary_embedding)
+    program = program_before("gptj", fuse_rotary_embedding)
     assert apply_rewrite(program, fuse_rotary_embedding)[1].replaced_count == 4
     nodes = []
     for node in program.nodes:
@@ -121,7 +121,7 @@ PARTS = {
 @pytest.mark.parametrize(("axis", "step"), [(-1, 1), (3, 1), (-1, 2), (1, 1)])
 def test_slices_are_a_split_where_they_are_parts_one_after_the_other(parts, axis, step):
     begins, ends, wanted = PARTS[parts]
-    program = before("qwen2", fuse_slices_into_split)
+    program = program_before("qwen2", fuse_slices_into_split)
     k = next(node for node in program.nodes if node.op.startswith("Reshape") and "/self_attn/" in node.outputs[0])
     program.constants.update({"axis": np.array([axis]), "step": np.array([step])})
     extra, total = [], "plain"

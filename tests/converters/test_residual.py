@@ -7,7 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from test_passes import before, reasons
+from fixture_programs import program_before, skip_reasons
 
 from mlx_transmuter.converters.graph.graph_view import GraphView, apply_rewrite
 from mlx_transmuter.converters.graph.shape_probe import make_step_inputs
@@ -72,7 +72,7 @@ def first_sum(program: Program) -> tuple[Node, str, str]:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "llama_q4", "opt"])
 def test_each_layers_two_sums_go_into_its_products(name):
-    program = before(name, fuse_residual_add)
+    program = program_before(name, fuse_residual_add)
     after, record = apply_rewrite(program, fuse_residual_add)
     assert (record.replaced_count, record.skip_reasons) == (4, {})
     assert [len(node.inputs) for node in sums(after)] == [3] * 4
@@ -81,7 +81,7 @@ def test_each_layers_two_sums_go_into_its_products(name):
 
 
 def test_a_value_that_comes_after_the_product_is_there_when_the_sum_is_made():
-    program = before("llama", fuse_residual_add)
+    program = program_before("llama", fuse_residual_add)
     node, product, other = first_sum(program)
     late = [Node("Abs-6", (other,), ("late",)), replace(node, inputs=("late", product))]
     program = with_nodes(program, node, *late)
@@ -93,7 +93,7 @@ def test_a_value_that_comes_after_the_product_is_there_when_the_sum_is_made():
 
 @pytest.mark.parametrize("change", ["read by another node", "an output", "added to itself"])
 def test_a_product_that_is_read_elsewhere_stays_apart(change):
-    program = before("llama", fuse_residual_add)
+    program = program_before("llama", fuse_residual_add)
     node, product, _ = first_sum(program)
     if change == "read by another node":
         program = replace(program, nodes=[*program.nodes, Node("Abs-6", (product,), ("too",))])
@@ -101,7 +101,7 @@ def test_a_product_that_is_read_elsewhere_stays_apart(change):
         program = replace(program, outputs=(*program.outputs, Value(product, "float32", None)))
     else:
         program = with_nodes(program, node, replace(node, inputs=(product, product)))
-    assert reasons(program, fuse_residual_add) == [READ]
+    assert skip_reasons(program, fuse_residual_add) == [READ]
     after, record = apply_rewrite(program, fuse_residual_add)
     assert record.replaced_count == 3
     assert after.producers()[node.outputs[0]].op == node.op
@@ -112,22 +112,22 @@ def test_a_product_that_is_read_elsewhere_stays_apart(change):
 @pytest.mark.parametrize("axes", [1, 2])
 def test_a_sum_that_repeats_one_of_its_terms_stays(axes):
     """A term of fewer axes, or with one of size 1, may be as large as the sum in some sizes of a step alone."""
-    program = before("llama", fuse_residual_add)
+    program = program_before("llama", fuse_residual_add)
     node, product, other = first_sum(program)
     program.constants["axis"] = np.array([1] if axes == 2 else [0, 1])
     mean = Node("ReduceMean-18", (other, "axis"), ("mean",), {"keepdims": int(axes == 2)})
     program = with_nodes(program, node, mean, replace(node, inputs=("mean", product)))
-    assert reasons(program, fuse_residual_add) == [SHAPES]
+    assert skip_reasons(program, fuse_residual_add) == [SHAPES]
     assert apply_rewrite(program, fuse_residual_add)[1].replaced_count == 3
 
 
 def test_a_product_that_is_repeated_over_what_it_is_added_to_stays():
-    program = before("llama", fuse_residual_add)
+    program = program_before("llama", fuse_residual_add)
     made = program.producers()[first_sum(program)[1]]
     program.constants["axis"] = np.array([1])
     mean = Node("ReduceMean-18", (made.inputs[0], "axis"), ("mean",), {"keepdims": 1})
     program = with_nodes(program, made, mean, replace(made, inputs=("mean", made.inputs[1])))
-    assert reasons(program, fuse_residual_add) == [SHAPES]
+    assert skip_reasons(program, fuse_residual_add) == [SHAPES]
     assert apply_rewrite(program, fuse_residual_add)[1].replaced_count == 3
 
 
@@ -135,7 +135,7 @@ def test_of_two_products_one_takes_the_other():
     """gptj adds the products of attention and MLP before the stream; only the second has a bias, which is a sum
     itself.
     """
-    program = before("gptj", fuse_residual_add)
+    program = program_before("gptj", fuse_residual_add)
     for turned in (False, True):
         if turned:
             nodes = [replace(n, inputs=n.inputs[::-1]) if n.op.startswith("Add-") else n for n in program.nodes]
@@ -149,7 +149,7 @@ def test_of_two_products_one_takes_the_other():
 
 def test_both_products_of_a_chain_take_what_is_before_them():
     """x + attention + MLP in place of attention + MLP + x."""
-    program = before("gptj", fuse_residual_add)
+    program = program_before("gptj", fuse_residual_add)
     graph = GraphView(program)
     for node in program.nodes:
         if node.op.startswith("Add-") and all(graph.producer(name, "mlx.linear") for name in node.inputs):
@@ -166,12 +166,12 @@ def test_both_products_of_a_chain_take_what_is_before_them():
 
 def test_it_finds_nothing_more_in_what_it_made():
     for name in ("llama", "gptj"):
-        after, _ = apply_rewrite(before(name, fuse_residual_add), fuse_residual_add)
+        after, _ = apply_rewrite(program_before(name, fuse_residual_add), fuse_residual_add)
         assert apply_rewrite(after, fuse_residual_add)[1].replaced_count == 0
 
 
 def test_logits_that_something_is_added_to_are_computed_of_every_token():
-    program = before("llama", gather_last_token_logits)
+    program = program_before("llama", gather_last_token_logits)
     assert apply_rewrite(program, gather_last_token_logits)[1].replaced_count == 1
     head = program.producers()["logits"]
     program = with_nodes(program, head, replace(head, inputs=(*head.inputs, "more")))

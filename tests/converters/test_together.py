@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_passes import before
+from fixture_programs import program_before
 
 from mlx_transmuter.converters.graph.graph_view import apply_rewrite
 from mlx_transmuter.converters.passes.attention.fuse_qkv_heads import fuse_qkv_heads
@@ -14,7 +14,7 @@ from mlx_transmuter.program import Node
 
 
 def test_queries_keys_and_values_are_parted_once_and_queries_and_keys_rotated_once():
-    program = before("llama", fuse_qkv_heads)
+    program = program_before("llama", fuse_qkv_heads)
     after, record = apply_rewrite(program, fuse_qkv_heads)
     assert record.replaced_count == 14  # a split, three partings, two rotations and an attention in each of two layers
     kinds = [node.op for node in after.nodes]
@@ -26,7 +26,7 @@ def test_queries_keys_and_values_are_parted_once_and_queries_and_keys_rotated_on
 
 @pytest.mark.parametrize("change", ["values read", "keys read", "apart", "fewer values"])
 def test_keys_and_values_that_are_not_kept_at_once_are_parted(change):
-    program = before("llama", fuse_qkv_heads)
+    program = program_before("llama", fuse_qkv_heads)
     node = next(node for node in program.nodes if node.op == "mlx.attention")
     at = program.nodes.index(node)
     if change == "apart":  # the program then isn't one that runs, but this rewrite looks at nothing else
@@ -47,7 +47,7 @@ def test_keys_and_values_that_are_not_kept_at_once_are_parted(change):
 
 @pytest.mark.parametrize("change", ["other angles", "other sizes", "read before"])
 def test_heads_that_are_not_alike_are_parted_and_rotated_apart(change):
-    program = before("llama", fuse_qkv_heads)
+    program = program_before("llama", fuse_qkv_heads)
     first, second = [node for node in program.nodes if node.op == "mlx.rotary"][:2]
     split = next(node for node in program.nodes if node.op == "mlx.split_heads")
     at = program.nodes.index
