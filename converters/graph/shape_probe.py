@@ -16,17 +16,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops
-from mlx_transmuter.cache import CacheIndex
 from mlx_transmuter.program import Program, Value
-from mlx_transmuter.program.signature import (
-    CACHE_INDEX_INPUT,
-    HEAD_INDEX_INPUT,
-    LOGIT_INDICES_INPUT,
-    DecoderSignature,
-    SignatureError,
-)
+from mlx_transmuter.program.signature import DecoderSignature, SignatureError
 from mlx_transmuter.runtime.module import ProgramModule, trace_values
-from mlx_transmuter.runtime.steps import head_index
+from mlx_transmuter.runtime.step_inputs import StepInputs
 
 # (rows, past, seq): no size stands twice, no two sum to a third that a graph could confuse, and the extremes are in.
 PROBE_SIZES = ((2, 7, 3), (1, 31, 5), (3, 21, 1), (5, 0, 11))
@@ -98,44 +91,12 @@ class ShapeProbe:
 
 
 def make_step_inputs(program: Program, signature: DecoderSignature, rows: int, past: int, seq: int) -> dict[str, Any]:
-    """Inputs of those sizes for one step of the program: zeros, with a full mask; no past where nothing is carried."""
+    """Returns zeros for a step of those sizes, with a full mask; no past where the graph carries nothing."""
+    step_inputs = StepInputs.from_program(program, signature)
     past = past if signature.pairs else 0
-    inputs: dict[str, Any] = {
-        entry.past: mx.zeros(entry.shape_for(rows, past), ops.device_dtype(entry.dtype))
-        for entry in signature.cache_pairs
-    }
     if signature.uses_pools:
-        inputs |= _make_pool_inputs(signature, rows, past, seq)
-    if signature.selects_logits:
-        inputs[LOGIT_INDICES_INPUT] = mx.zeros((rows, 1), mx.int32)
-    for state in signature.state_pairs:
-        inputs[state.past] = mx.zeros(state.shape_for(rows), ops.device_dtype(state.dtype))
-    values = {value.name: value for value in program.inputs}
-    shape, dtype = values[signature.token_input].shape, ops.device_dtype(values[signature.token_input].dtype)
-    dim = (shape[-1],) if signature.takes_embeddings and shape and isinstance(shape[-1], int) else ()
-    inputs[signature.token_input] = mx.zeros((rows, seq, *dim), dtype)
-    if signature.mask_input:
-        inputs[signature.mask_input] = mx.ones((rows, past + seq), ops.device_dtype(values[signature.mask_input].dtype))
-    if signature.positions_input:
-        axes = (signature.position_axes,) if signature.position_axes else ()
-        inputs[signature.positions_input] = mx.broadcast_to(
-            mx.arange(past, past + seq, dtype=mx.int32), (*axes, rows, seq)
-        )
-    if signature.logits_to_keep_input:
-        inputs[signature.logits_to_keep_input] = np.zeros(signature.logits_to_keep_shape, np.int64)
-    return inputs
-
-
-def _make_pool_inputs(signature: DecoderSignature, rows: int, past: int, seq: int) -> dict[str, Any]:
-    """What a program over pools takes besides: an index of rows, and pools with a spare row."""
-    context, heads = past + seq, signature.cache_pairs[0].heads
-    places = mx.broadcast_to(mx.arange(past, context, dtype=mx.int32), (rows, seq))
-    index = CacheIndex.rows(context, [0] * rows).with_positions(places)
-    found: dict[str, Any] = {
-        CACHE_INDEX_INPUT: index,
-        HEAD_INDEX_INPUT: head_index(signature, index, context, heads * rows * context + 1),
-    }
-    for entry in signature.cache_pairs:
-        size = (entry.heads * rows * context + 1, entry.head_dim)
-        found[entry.past] = mx.zeros(size, ops.device_dtype(entry.dtype))
-    return found
+        cache = step_inputs.zero_pools(rows, past, seq) | step_inputs.zero_states(rows)
+    else:
+        cache = step_inputs.empty_past(rows, past)
+    tokens, first = step_inputs.zero_tokens(rows, seq), mx.zeros((rows, 1), mx.int32)
+    return step_inputs.uniform(tokens=tokens, past_length=past, past=cache, logit_indices=first)

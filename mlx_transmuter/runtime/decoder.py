@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter import ops
 from mlx_transmuter.cache import BlockManager, KVCache, Pools
 from mlx_transmuter.program.run_plan import RunPlan
 from mlx_transmuter.program.signature import CacheMode, DecoderSignature
@@ -28,6 +27,7 @@ from mlx_transmuter.runtime.buckets import (
 )
 from mlx_transmuter.runtime.full_context import FullContextSession
 from mlx_transmuter.runtime.module import ProgramModule
+from mlx_transmuter.runtime.step_inputs import StepInputs
 from mlx_transmuter.runtime.steps import DecoderError, DecoderGraph, check_draft, check_new_tokens
 
 
@@ -66,9 +66,8 @@ class Decoder:
         seen = attention_windows(program) if self.signature.uses_pools else set()
         self.max_window = max(seen, default=0) or None
         self.ring = Ring.for_window(max(seen)) if seen and min(seen) else None
-        self.graph = DecoderGraph(
-            module, self.signature, self.max_positions, self.pool_specs, self.plan.row_by_row, self.max_window
-        )
+        step_inputs = StepInputs.from_program(program, self.signature, max_positions=self.max_positions)
+        self.graph = DecoderGraph(module, step_inputs, self.pool_specs, self.plan.row_by_row, self.max_window)
         self.vocab_size = self.signature.vocab_size
         self.compilations = 0
         self._compiled_functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -225,10 +224,7 @@ class CacheSession:
             self.kv_cache = store
             self._sequences, stored = store.open_sequences(prompts, total, equal_prefixes=decoder.needs_equal_lengths)
             self.lengths = np.asarray(stored, np.int32)
-        self.states = [
-            mx.zeros(state.shape_for(decoder.rows), ops.device_dtype(state.dtype))
-            for state in decoder.signature.state_pairs
-        ]
+        self.states = list(decoder.graph.step_inputs.zero_states(decoder.rows).values())
         self._pending_write: tuple[list[mx.array], mx.array, mx.array] | None = None
         self._draft_sequences: list[int] | None = None
         # A step can be built while the one before it runs: Pools.evaluate waits for it, so no write meets its reads. On

@@ -10,7 +10,6 @@ import numpy as np
 
 from mlx_transmuter import ops
 from mlx_transmuter.program.run_plan import PaddingSide
-from mlx_transmuter.program.signature import LOGIT_INDICES_INPUT
 from mlx_transmuter.runtime.steps import (
     DecoderError,
     DecoderGraph,
@@ -18,7 +17,6 @@ from mlx_transmuter.runtime.steps import (
     check_logits,
     check_new_tokens,
     gather_logits,
-    make_mask_and_positions,
 )
 
 if TYPE_CHECKING:
@@ -126,7 +124,6 @@ class FullContextSession:
 
 def make_full_context_step(graph: DecoderGraph, padding: PaddingSide) -> Callable[..., Any]:
     """A step over whole rows: (tokens [rows, width], lengths, positions, given) → logits [rows, vocab]."""
-    signature = graph.signature
 
     def run(tokens, lengths, positions, given):
         rows, width = tokens.shape[:2]
@@ -135,10 +132,10 @@ def make_full_context_step(graph: DecoderGraph, padding: PaddingSide) -> Callabl
         place = columns - (width - lengths) if padding == "left" else columns
         mask = (place >= 0) & (place < lengths)
         place = mx.maximum(place, 0) if positions is None else positions
-        feed = dict(given) | {signature.token_input: tokens} | make_mask_and_positions(graph, mask, place, rows, width)
         ends = mx.full((rows,), width - 1, mx.int32) if padding == "left" else lengths[:, 0] - 1
-        if signature.selects_logits:
-            feed[LOGIT_INDICES_INPUT] = ends[:, None]
+        feed = graph.step_inputs.feed(
+            tokens=tokens, positions=place, past={}, mask=mask, logit_indices=ends[:, None], extra_inputs=given
+        )
         return gather_logits(check_logits(graph, call_graph(graph, feed, rows)), ends)
 
     return run

@@ -14,18 +14,13 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops
-from mlx_transmuter.cache import CacheIndex, HybridIndex, PoolSpec, QuantizedFormat, QuantizedPool
+from mlx_transmuter.cache import CacheIndex, PoolSpec, QuantizedFormat, QuantizedPool
 from mlx_transmuter.errors import TransmuterError
 from mlx_transmuter.program.cache_pairs import CachePair
-from mlx_transmuter.program.signature import (
-    CACHE_INDEX_INPUT,
-    HEAD_INDEX_INPUT,
-    LOGIT_INDICES_INPUT,
-    CacheMode,
-    DecoderSignature,
-)
+from mlx_transmuter.program.signature import CacheMode, DecoderSignature
 from mlx_transmuter.runtime.buckets import StepColumns
 from mlx_transmuter.runtime.module import ProgramModule
+from mlx_transmuter.runtime.step_inputs import StepInputs
 
 
 class DecoderError(TransmuterError):
@@ -37,16 +32,22 @@ class DecoderError(TransmuterError):
 
 @dataclass(frozen=True)
 class DecoderGraph:
-    """What a step runs: the module, its signature, the most positions of a row (None: no limit), what a slot of each
-    pool holds, whether the graph takes one row, and the largest window of its attention (None: there is none).
+    """What a step runs.
+
+    step_inputs: makes the module's inputs. pool_specs: what a slot of each pool holds. row_by_row: whether the graph
+    takes one row. max_window: the largest window of its attention; None where it has none.
     """
 
     module: ProgramModule
-    signature: DecoderSignature
-    max_positions: int | None
+    step_inputs: StepInputs
     pool_specs: tuple[PoolSpec, ...]
     row_by_row: bool = False
     max_window: int | None = None
+
+    @property
+    def signature(self) -> DecoderSignature:
+        """The signature of the module's program."""
+        return self.step_inputs.signature
 
 
 def pool_spec(pair: CachePair, bits: int | None, group_size: int) -> PoolSpec:
@@ -190,36 +191,18 @@ def _run_over_pools(
     """The program over the pools: the logits of the tokens `ends` [rows, k] (of all, where it can't choose), the pools'
     and the states'. local: the index of layers with a window, where they have one of their own.
     """
-    signature, module = graph.signature, graph.module
-    rows = pools[0].shape[0]
-    feed: dict[str, Any] = dict(given)
-    feed |= {
-        signature.token_input: tokens,
-        CACHE_INDEX_INPUT: index if local is None else HybridIndex(index, local),
-        HEAD_INDEX_INPUT: head_index(signature, index, block, rows)
-        if local is None
-        else HybridIndex(head_index(signature, index, block, rows), head_index(signature, local, block, rows)),
-    }
-    feed |= make_mask_and_positions(graph, None, place, *tokens.shape[:2])
-    if signature.selects_logits:
-        feed[LOGIT_INDICES_INPUT] = ends
-    feed |= {
-        entry.past: QuantizedPool(pool, kind.quantized_format) if kind.quantized_format else pool
-        for entry, kind, pool in zip(signature.cache_pairs, graph.pool_specs, pools, strict=True)
-    }
-    given_back = module(**feed)
+    signature = graph.signature
+    stored = [
+        QuantizedPool(pool, kind.quantized_format) if kind.quantized_format else pool
+        for kind, pool in zip(graph.pool_specs, pools, strict=True)
+    ]
+    cache = graph.step_inputs.pools(stored, index, block, window_index=local)
+    feed = graph.step_inputs.feed(tokens=tokens, positions=place, past=cache, logit_indices=ends, extra_inputs=given)
+    given_back = graph.module(**feed)
     after = [given_back[entry.present] for entry in signature.cache_pairs]
     pools = [pool.rows if isinstance(pool, QuantizedPool) else pool for pool in after]
     states = [given_back[state.present] for state in signature.state_pairs]
     return check_logits(graph, given_back), pools, states
-
-
-def head_index(signature: DecoderSignature, index: CacheIndex, block: int, rows: int) -> CacheIndex:
-    """The index over the pools of a program, each of so many rows, the last one spare; see CacheIndex.heads."""
-    heads = signature.cache_pairs[0].heads
-    if not signature.fused_kv_pools:
-        return index.for_heads(heads, block).with_spare_row(rows - 1)
-    return index.for_heads(heads // 2, block).for_key_value_pool((rows - 1) // 2).with_spare_row(rows - 1)
 
 
 def _update_states(
@@ -232,23 +215,6 @@ def _update_states(
         shape[state.batch_axis] = -1
         kept.append(mx.where((counts > 0).reshape(shape), new.astype(given[state.past].dtype), given[state.past]))
     return kept
-
-
-def make_mask_and_positions(
-    graph: DecoderGraph, mask: mx.array | None, place: mx.array, rows: int, seq: int
-) -> dict[str, Any]:
-    """What the graph takes of a step beside tokens and cache: the mask, positions, how many logits it gives."""
-    signature, program = graph.signature, graph.module.program
-    feed: dict[str, Any] = {}
-    if signature.mask_input and mask is not None:
-        value = program.input(signature.mask_input)
-        assert value is not None
-        feed[signature.mask_input] = mask.astype(ops.device_dtype(value.dtype))
-    if signature.positions_input:
-        feed[signature.positions_input] = _fit_positions(graph, place, rows, seq)
-    if signature.logits_to_keep_input:
-        feed[signature.logits_to_keep_input] = np.zeros(signature.logits_to_keep_shape, np.int64)
-    return feed
 
 
 def call_graph(graph: DecoderGraph, feed: Mapping[str, Any], rows: int) -> dict[str, mx.array]:
@@ -266,14 +232,6 @@ def call_graph(graph: DecoderGraph, feed: Mapping[str, Any], rows: int) -> dict[
         }
         found.append(graph.module(**one))
     return {name: mx.concatenate([one[name] for one in found], axis=axis) for name, axis in results.items()}
-
-
-def _fit_positions(graph: DecoderGraph, place: mx.array, rows: int, seq: int) -> mx.array:
-    """place [rows, seq], or [axes, rows, seq], as the graph's position_ids."""
-    if graph.max_positions:
-        place = mx.minimum(place, graph.max_positions - 1)  # of padding; a table ends there
-    axes = graph.signature.position_axes
-    return mx.broadcast_to(place, (axes, rows, seq)) if axes and place.ndim == 2 else place
 
 
 def check_logits(graph: DecoderGraph, given_back: Mapping[str, mx.array]) -> mx.array:
@@ -308,16 +266,17 @@ def make_past_present_step(
         rows = tokens.shape[0]
         entries = list(zip(signature.cache_pairs, graph.pool_specs, strict=True))
         past, mask, fresh = cache(pools, lengths, counts, table, seq, context, entries, block)
-        feed: dict[str, Any] = dict(given)
-        feed[signature.token_input] = tokens
         place = lengths[:, None] + mx.arange(seq, dtype=mx.int32) if positions is None else positions
-        feed |= make_mask_and_positions(graph, mask, place, rows, seq)
-        if signature.use_cache_branch_input:
-            feed[signature.use_cache_branch_input] = np.array([context > 0])
-        feed |= {entry.past: array for entry, array in zip(signature.cache_pairs, past, strict=True)}
         ends = mx.maximum(counts - 1, 0)
-        if signature.selects_logits:
-            feed[LOGIT_INDICES_INPUT] = ends[:, None]
+        feed = graph.step_inputs.feed(
+            tokens=tokens,
+            positions=place,
+            past={entry.past: array for (entry, _), array in zip(entries, past, strict=True)},
+            past_length=context,
+            mask=mask,
+            logit_indices=ends[:, None],
+            extra_inputs=given,
+        )
         given_back = call_graph(graph, feed, rows)
         logits = gather_logits(check_logits(graph, given_back), ends)
         news = [
