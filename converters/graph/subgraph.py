@@ -6,15 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from mlx_transmuter.converters.graph.graph_view import GraphView
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
 from mlx_transmuter.ops import OperatorError
 from mlx_transmuter.program import Node, Program, Value
 from mlx_transmuter.runtime.module import ProgramModule
-
-
-def is_any_op_type(node: Node, op_types: tuple[str, ...]) -> bool:
-    """Whether the node is some form of one of the operators."""
-    return node.op.rpartition("-")[0] in op_types
 
 
 def collect_subgraph(
@@ -36,7 +31,7 @@ def collect_subgraph(
         node = graph.producer(name)
         if not name or name in boundary or graph.constant(name) is not None or (node is not None and id(node) in nodes):
             continue
-        if node is not None and is_any_op_type(node, ("Shape", "Size")):
+        if node is not None and is_op_type(node, "Shape", "Size"):
             found = step_values.get(name)
             if not isinstance(found, np.ndarray):
                 return None

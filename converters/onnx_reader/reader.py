@@ -19,9 +19,9 @@ from tqdm import tqdm
 
 from mlx_transmuter import ops
 from mlx_transmuter.converters.errors import ConvertError
-from mlx_transmuter.converters.onnx_reader import tensors
+from mlx_transmuter.converters.onnx_reader import tensor_protos
 from mlx_transmuter.converters.onnx_reader.element_types import RESULT_TYPE_INPUT, infer_element_types
-from mlx_transmuter.converters.onnx_reader.tensors import LazyTensor
+from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
 from mlx_transmuter.ops import ELEMENT_TYPE_NAMES
 from mlx_transmuter.program import MAX_CONSTANT_ELEMENTS, Node, Program, ProgramError, Value, WeightInfo
 
@@ -252,10 +252,10 @@ class _GraphReader:
             if info.name not in stored
         )
         for proto in graph.initializer:
-            self.add_tensor(self.declare_name(proto.name, scope), tensors.tensor_from_proto(proto, self.file))
+            self.add_tensor(self.declare_name(proto.name, scope), tensor_protos.tensor_from_proto(proto, self.file))
         for sparse in graph.sparse_initializer:
             self.add_tensor(
-                self.declare_name(sparse.values.name, scope), tensors.tensor_from_sparse_proto(sparse, self.file)
+                self.declare_name(sparse.values.name, scope), tensor_protos.tensor_from_sparse_proto(sparse, self.file)
             )
         nodes = []
         for proto in _sort_topologically(graph.node):
@@ -344,7 +344,7 @@ class _GraphReader:
         name = self.declare_name(proto.output[0], scope)
         if not isinstance(value, LazyTensor):
             dtype = {"f": "float32", "i": "int64"}.get(kind.removeprefix("value_")[0], "string")
-            array = tensors.string_array(value, self.file, name) if dtype == "string" else np.array(value, dtype)
+            array = tensor_protos.string_array(value, self.file, name) if dtype == "string" else np.array(value, dtype)
             value = LazyTensor(dtype, array.shape, lambda: array)
         self.add_tensor(name, value)
         return []
@@ -367,10 +367,10 @@ class _GraphReader:
             case kinds.GRAPH:
                 return self.read_graph(proto.g, scope)
             case kinds.TENSOR:
-                data = tensors.tensor_from_proto(proto.t, self.file, f"{node.name}.{proto.name}")
+                data = tensor_protos.tensor_from_proto(proto.t, self.file, f"{node.name}.{proto.name}")
                 return data if node.op_type == "Constant" else np.array(data.read())
             case kinds.SPARSE_TENSOR:
-                return tensors.tensor_from_sparse_proto(proto.sparse_tensor, self.file)
+                return tensor_protos.tensor_from_sparse_proto(proto.sparse_tensor, self.file)
             case kinds.TYPE_PROTO:
                 return None
         raise ConvertError(
@@ -391,5 +391,5 @@ def _scoped_name(proto: NodeProto) -> str:
 def _axis_size(dim: TensorShapeProto.Dimension) -> int | str | None:
     """The size of an axis, its symbol, or None; a size that no axis can have says nothing."""
     if dim.HasField("dim_value"):
-        return dim.dim_value if 0 <= dim.dim_value < tensors.AXIS_SIZE_LIMIT else None
+        return dim.dim_value if 0 <= dim.dim_value < tensor_protos.AXIS_SIZE_LIMIT else None
     return dim.dim_param or None

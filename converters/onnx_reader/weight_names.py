@@ -11,8 +11,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from mlx_transmuter.converters.graph.graph_view import redirect_reads
 from mlx_transmuter.program import Node, Program, Value
+from mlx_transmuter.program.renaming import redirect_reads
 from mlx_transmuter.program.signature import MASK_INPUT, POSITIONS_INPUT, TOKEN_INPUTS
 
 # What a weight is to the operator that reads it, by the operator's kind and the input's index.

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, Rewrite, RewriteRecord, apply_rewrite, rename_values
+from mlx_transmuter.converters.graph.graph_view import GraphView
+from mlx_transmuter.converters.graph.rewriting import Rewrite, RewriteRecord, apply_rewrite
 from mlx_transmuter.converters.passes.attention.extract_attention_projections import extract_attention_projections
 from mlx_transmuter.converters.passes.attention.fuse_head_reshapes import fuse_head_reshapes
 from mlx_transmuter.converters.passes.attention.fuse_qkv_heads import fuse_qkv_heads
@@ -38,6 +39,7 @@ from mlx_transmuter.converters.passes.simplify.fold_weight_transforms import fol
 from mlx_transmuter.converters.passes.simplify.half_precision_cache import use_half_precision_cache
 from mlx_transmuter.converters.passes.simplify.slices_to_split import fuse_slices_into_split
 from mlx_transmuter.program import Program
+from mlx_transmuter.program.renaming import rename_values
 from mlx_transmuter.program.signature import (
     CACHE_INDEX_INPUT,
     HEAD_INDEX_INPUT,

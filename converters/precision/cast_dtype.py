@@ -19,7 +19,7 @@ from mlx_transmuter import ops
 from mlx_transmuter.converters.errors import ConvertError
 from mlx_transmuter.converters.graph.graph_view import is_op_type
 from mlx_transmuter.converters.graph.shape_probe import ShapeProbe
-from mlx_transmuter.converters.onnx_reader.tensors import LazyTensor
+from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
 from mlx_transmuter.program import Node, Program, Value, WeightInfo
 from mlx_transmuter.program.signature import DecoderSignature
 
@@ -201,11 +201,11 @@ class _HalfPrecisionCast:
         if node.op in LAYER_OPS or (node.op.startswith("mlx.") and active):
             return HALF, HALF
         if not active:
-            table = weights and any(is_op_type(node, kind) for kind in TABLE_READ_OPS)
+            table = weights and is_op_type(node, *TABLE_READ_OPS)
             return (HALF, HALF) if table else (ACTIVATION_FREE, ACTIVATION_FREE)
-        if any(is_op_type(node, kind) for kind in FLOAT32_ISLAND_OPS):
+        if is_op_type(node, *FLOAT32_ISLAND_OPS):
             return FLOAT32, FLOAT32
-        product = any(is_op_type(node, kind) for kind in HALF_PRODUCT_OPS) or "Attention" in node.op
+        product = is_op_type(node, *HALF_PRODUCT_OPS) or "Attention" in node.op
         scaled = any(np.prod(self.source.weights[name].shape) > 1 for name in weights)
         return (HALF, HALF) if product or scaled or active == {HALF} else (FLOAT32, FLOAT32)
 
@@ -233,9 +233,7 @@ class _HalfPrecisionCast:
             narrow = list(node.outputs)  # its scales are float32, and so is what it gives
         wide = {name: f"{name}.wide" for name in narrow if name in self.states}
         floats = [name for name in node.inputs if name in self.states]
-        if any(is_op_type(node, kind) for kind in UNIT_BOUNDED_OPS) or (
-            floats and all(name in self.range_bounded for name in floats)
-        ):
+        if is_op_type(node, *UNIT_BOUNDED_OPS) or (floats and all(name in self.range_bounded for name in floats)):
             self.range_bounded.update(node.outputs)
         self.nodes.append(replace(node, outputs=tuple(wide.get(name, name) for name in node.outputs)))
         for name, other in wide.items():

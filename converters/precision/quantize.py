@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_transmuter import ops
 from mlx_transmuter.converters.errors import ConvertError
-from mlx_transmuter.converters.onnx_reader.tensors import LazyTensor, shared_readers
+from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor, shared_readers
 from mlx_transmuter.converters.precision.recipes import recipe_bits
 from mlx_transmuter.precision_options import Quantization
 from mlx_transmuter.program import Node, Program, WeightInfo

@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 from mlx_transmuter import ops
 from mlx_transmuter.converters.errors import ConvertError
-from mlx_transmuter.converters.graph.graph_view import Rewrite, RewriteRecord
+from mlx_transmuter.converters.graph.rewriting import Rewrite, RewriteRecord
 from mlx_transmuter.converters.graph.shape_probe import make_step_inputs
-from mlx_transmuter.converters.onnx_reader.tensors import LazyTensor
+from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
 from mlx_transmuter.converters.passes import POOL_REWRITES, apply_rewrites, had_data_dependent_shapes
 from mlx_transmuter.converters.passes.simplify.select_cache_branch import select_branch
 from mlx_transmuter.converters.proof import proof

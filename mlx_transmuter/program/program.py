@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mlx_transmuter.errors import TransmuterError
+from mlx_transmuter.program.layer_arrays import LAYER_ARRAY_NAMES, array_owner
 
 PROGRAM_FORMAT = "mlx_transmuter"
 PROGRAM_VERSION = 1
@@ -29,10 +30,6 @@ ONNX_DTYPES = frozenset(
         "cache_index",  # no tensor: an input that is a CacheIndex
     }
 )
-
-
-# The arrays that a layer may have, by MLX's names.
-LAYER_ARRAY_NAMES = ("weight", "bias", "scales", "biases")
 
 
 class ProgramError(TransmuterError):
@@ -68,6 +65,11 @@ class Node:
 
     def __str__(self) -> str:
         return f"{self.op} {self.name!r}" if self.name else f"{self.op} -> {', '.join(self.outputs)}"
+
+    @property
+    def op_type(self) -> str:
+        """The operator without the version of its form: `Expand` of `Expand-8`; `mlx.linear` as it is."""
+        return self.op.rpartition("-")[0] or self.op
 
     def subprograms(self) -> Iterator[Program]:
         """The programs among the attributes: the branches of If, the bodies of Loop and Scan."""
@@ -147,6 +149,11 @@ class Program:
         found.update((value.name, None) for value in self.outputs if value.name not in given)
         return list(found)
 
+    def with_tensors(self, tensors: dict[str, Any]) -> Program:
+        """The program with `tensors` as the data of its weights, whose types and shapes are those of the tensors."""
+        weights = {name: WeightInfo(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        return replace(self, tensors=tensors, weights=weights)
+
     def select_outputs(self, outputs: list[str]) -> Program:
         """The program that gives only those `outputs`, with the nodes, constants and weights that these need."""
         selected = tuple(value for value in self.outputs if value.name in set(outputs))
@@ -161,8 +168,8 @@ class Program:
             return {name: value for name, value in table.items() if name in needed}
 
         def owned(name: str) -> bool:
-            path, _, array = name.rpartition(".")
-            return array in LAYER_ARRAY_NAMES and path in self.layers and path in needed
+            owner = array_owner(name, self.layers)
+            return owner is not None and owner[0] in needed and owner[1] in LAYER_ARRAY_NAMES
 
         weights = {name: value for name, value in self.weights.items() if name in needed or owned(name)}
         return replace(

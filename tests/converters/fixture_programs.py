@@ -8,7 +8,8 @@ from typing import Any
 
 from conftest import FIXTURES
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, Rewrite, SkippedMatch
+from mlx_transmuter.converters.graph.graph_view import GraphView
+from mlx_transmuter.converters.graph.rewriting import Rewrite, SkippedMatch
 from mlx_transmuter.converters.onnx_reader.reader import read_onnx
 from mlx_transmuter.converters.onnx_reader.weight_names import name_weights
 from mlx_transmuter.converters.passes import GRAPH_REWRITES, POOL_REWRITES, apply_rewrites

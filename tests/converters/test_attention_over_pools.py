@@ -10,7 +10,8 @@ import pytest
 from layers import DIM, HEADS, HIDDEN, VOCAB, Toy, onnxruntime_logits
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, SkippedMatch
+from mlx_transmuter.converters.graph.graph_view import GraphView
+from mlx_transmuter.converters.graph.rewriting import SkippedMatch
 from mlx_transmuter.converters.onnx_reader.reader import read_onnx
 from mlx_transmuter.converters.onnx_reader.weight_names import name_weights
 from mlx_transmuter.converters.passes import GRAPH_REWRITES, apply_rewrites

@@ -13,7 +13,7 @@ from decoding import decoded, tokens_of
 
 from mlx_transmuter.converters import pipeline as convert_file
 from mlx_transmuter.converters.errors import ConvertError
-from mlx_transmuter.converters.graph.graph_view import Replacement
+from mlx_transmuter.converters.graph.rewriting import Replacement
 from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.converters.proof import proof, trials
 from mlx_transmuter.model import load_folder

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 from conftest import FIXTURES, golden
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, SkippedMatch, apply_rewrite
+from mlx_transmuter.converters.graph.graph_view import GraphView
+from mlx_transmuter.converters.graph.rewriting import SkippedMatch, apply_rewrite
 from mlx_transmuter.converters.onnx_reader.reader import read_onnx
 from mlx_transmuter.converters.onnx_reader.weight_names import name_weights
 from mlx_transmuter.converters.passes.moe.dense_experts import make_experts_dense

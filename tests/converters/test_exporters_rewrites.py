@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from fixture_programs import program_before, skip_reasons
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, apply_rewrite
+from mlx_transmuter.converters.graph.graph_view import GraphView
+from mlx_transmuter.converters.graph.rewriting import apply_rewrite
 from mlx_transmuter.converters.passes.attention.rotary import fuse_rotary_embedding
 from mlx_transmuter.converters.passes.simplify.eliminate_common_subexpressions import eliminate_common_subexpressions
 from mlx_transmuter.converters.passes.simplify.fold_static_shapes import fold_static_shapes

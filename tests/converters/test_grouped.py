@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import toy
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, SkippedMatch, apply_rewrite
+from mlx_transmuter.converters.graph.graph_view import GraphView
+from mlx_transmuter.converters.graph.rewriting import SkippedMatch, apply_rewrite
 from mlx_transmuter.converters.onnx_reader.reader import read_onnx
 from mlx_transmuter.converters.passes.moe.sorted_experts import stack_sorted_experts
 from mlx_transmuter.converters.pipeline import convert

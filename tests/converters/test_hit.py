@@ -8,7 +8,7 @@ import pytest
 import toy
 
 from mlx_transmuter.converters.errors import ConvertError
-from mlx_transmuter.converters.graph.graph_view import apply_rewrite
+from mlx_transmuter.converters.graph.rewriting import apply_rewrite
 from mlx_transmuter.converters.onnx_reader.reader import read_onnx
 from mlx_transmuter.converters.passes.moe.traced_experts import enumerate_traced_experts
 from mlx_transmuter.converters.pipeline import convert

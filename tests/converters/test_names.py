@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_transmuter.converters.onnx_reader.tensors import LazyTensor
+from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
 from mlx_transmuter.converters.onnx_reader.weight_names import name_weights
 from mlx_transmuter.program import Node, Program, Value, WeightInfo
 

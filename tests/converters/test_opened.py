@@ -9,7 +9,8 @@ import pytest
 import toy
 from onnx import ModelProto, helper, numpy_helper
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, SkippedMatch
+from mlx_transmuter.converters.graph.graph_view import GraphView
+from mlx_transmuter.converters.graph.rewriting import SkippedMatch
 from mlx_transmuter.converters.graph.shape_probe import ShapeProbe
 from mlx_transmuter.converters.onnx_reader.reader import read_onnx
 from mlx_transmuter.converters.passes.moe.contrib_moe import expand_contrib_moe

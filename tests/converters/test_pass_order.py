@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from mlx_transmuter.converters import passes
-from mlx_transmuter.converters.graph.graph_view import RewriteRecord
+from mlx_transmuter.converters.graph.rewriting import RewriteRecord
 from mlx_transmuter.converters.passes import GRAPH_PASSES, POOL_PASSES, Pass, had_data_dependent_shapes
 
 ALL_PASSES = (*GRAPH_PASSES, *POOL_PASSES)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from fixture_programs import ALL_REWRITES, change_first_node, fixture_graph, program_before, skip_reasons
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, apply_rewrite, rename_values
+from mlx_transmuter.converters.graph.graph_view import GraphView
+from mlx_transmuter.converters.graph.rewriting import apply_rewrite
 from mlx_transmuter.converters.passes import GRAPH_REWRITES, apply_rewrites
 from mlx_transmuter.converters.passes.attention.extract_attention_projections import extract_attention_projections
 from mlx_transmuter.converters.passes.attention.fuse_head_reshapes import fuse_head_reshapes
@@ -22,6 +23,7 @@ from mlx_transmuter.converters.passes.layers.merge_projections import merge_proj
 from mlx_transmuter.converters.passes.simplify.expose_positions import expose_positions
 from mlx_transmuter.converters.passes.simplify.fold_static_shapes import fold_static_shapes
 from mlx_transmuter.program import Node, Value
+from mlx_transmuter.program.renaming import rename_values
 from mlx_transmuter.program.signature import CACHE_INDEX_INPUT
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from fixture_programs import program_before, skip_reasons
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, apply_rewrite
+from mlx_transmuter.converters.graph.graph_view import GraphView
+from mlx_transmuter.converters.graph.rewriting import apply_rewrite
 from mlx_transmuter.converters.graph.shape_probe import make_step_inputs
 from mlx_transmuter.converters.passes.layers.fuse_residual import fuse_residual_add
 from mlx_transmuter.converters.passes.logits.last_token_logits import gather_last_token_logits

@@ -7,7 +7,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from small import X, model, reference, run
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, apply_rewrite
+from mlx_transmuter.converters.graph.graph_view import GraphView
+from mlx_transmuter.converters.graph.rewriting import apply_rewrite
 from mlx_transmuter.converters.onnx_reader.reader import read_onnx
 from mlx_transmuter.converters.passes.simplify.fold_weight_transforms import fold_weight_transforms
 

@@ -12,13 +12,9 @@ import toy
 from onnx import TensorProto, helper, numpy_helper
 
 from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor, concatenate_tensors, stack_tensors
 from mlx_transmuter.converters.onnx_reader.reader import read_onnx
-from mlx_transmuter.converters.onnx_reader.tensors import (
-    LazyTensor,
-    concatenate_tensors,
-    stack_tensors,
-    tensor_from_proto,
-)
+from mlx_transmuter.converters.onnx_reader.tensor_protos import tensor_from_proto
 from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.ops import ELEMENT_TYPE_NAMES
 

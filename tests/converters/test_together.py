@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fixture_programs import program_before
 
-from mlx_transmuter.converters.graph.graph_view import apply_rewrite
+from mlx_transmuter.converters.graph.rewriting import apply_rewrite
 from mlx_transmuter.converters.passes.attention.fuse_qkv_heads import fuse_qkv_heads
 from mlx_transmuter.program import Node
 

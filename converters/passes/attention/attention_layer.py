@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement, SkippedMatch, apply_rewrite
+from mlx_transmuter.converters.graph.graph_view import GraphView
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch, apply_rewrite
 from mlx_transmuter.converters.passes.attention.cache_pair_views import CachePairView
 from mlx_transmuter.converters.passes.attention.masks import ScoreMask, match_index_mask
 from mlx_transmuter.program import Node, Value

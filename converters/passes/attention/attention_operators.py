@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.node_builder import NodeBuilder
 from mlx_transmuter.converters.graph.shape_probe import ShapeProbe
 from mlx_transmuter.converters.passes.attention.attention_layer import AttentionLayer
 from mlx_transmuter.converters.passes.attention.attention_scores import find_cache_view
@@ -28,38 +28,6 @@ _INPUT_NAMES = {
     ),
     "Attention": ("query", "key", "value", "added", "past_key", "past_value", "length"),
 }  # fmt: skip
-
-
-@dataclass
-class NodeBuilder:
-    """The nodes around a layer's attention as they are made; names begin with that of the operator's output."""
-
-    prefix: str
-    nodes: list[Node] = field(default_factory=list)
-    constants: dict[str, np.ndarray] = field(default_factory=dict)
-
-    def add_constant(self, name: str, values) -> str:
-        """The name of a constant with the values, int64 where they are integers."""
-        self.constants[f"{self.prefix}.{name}"] = np.array(values)
-        return f"{self.prefix}.{name}"
-
-    def add_node(self, op: str, inputs: tuple[str, ...], output: str, **attrs) -> str:
-        """The name of the output of a node."""
-        self.nodes.append(Node(op, inputs, (f"{self.prefix}.{output}",), attrs))
-        return f"{self.prefix}.{output}"
-
-    def add_split(self, value: str, sizes: list[int], suffixes: tuple[str, ...], axis: int = -1) -> list[str]:
-        """The names of the value's pieces of those sizes on an axis."""
-        names = tuple(f"{self.prefix}.{output}" for output in suffixes)
-        given = self.add_constant(f"{suffixes[0]}.sizes", np.array(sizes, np.int64))
-        self.nodes.append(Node("Split-18", (value, given), names, {"axis": axis}))
-        return list(names)
-
-    def add_split_heads(self, value: str, heads: int, output: str) -> str:
-        """The value [rows, seq, heads · size] as [rows, heads, seq, size]."""
-        shape = self.add_constant(f"{output}.shape", np.array([0, 0, heads, -1], np.int64))
-        apart = self.add_node("Reshape-5", (value, shape), f"{output}.4")
-        return self.add_node("Transpose-1", (apart,), output, perm=[0, 2, 1, 3])
 
 
 def build_merge_heads(output: str) -> tuple[str, tuple[Node, ...], dict[str, np.ndarray]]:

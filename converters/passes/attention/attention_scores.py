@@ -53,7 +53,7 @@ def match_scores(
             return "the scores' product is with something else than cached keys"
         q, scale = strip_constant_factors(graph, node.inputs[0])
         return AttentionScores(q, keys[0], scale * keys[1] * float(node.attrs.get("alpha", 1.0)))
-    if any(is_op_type(node, kind) for kind in _PASSTHROUGH_OPS):
+    if is_op_type(node, *_PASSTHROUGH_OPS):
         return match_scores(graph, probe, presents, node.inputs[0])
     if is_op_type(node, "Reshape"):
         return (
@@ -124,7 +124,7 @@ def _match_sinks(
     """Concat(scores, sinks) on the last axis, the sinks a weight with a number for each head."""
     before, after = probe.shapes(node.inputs[0]), probe.shapes(node.outputs[0])
     name = node.inputs[-1]
-    while (maker := graph.producer(name)) is not None and any(is_op_type(maker, kind) for kind in _BROADCAST_OPS):
+    while (maker := graph.producer(name)) is not None and is_op_type(maker, *_BROADCAST_OPS):
         name = maker.inputs[0]
     weight = graph.weight(name)
     wider = before and after and all((*b[:-1], b[-1] + 1) == a for b, a in zip(before, after, strict=True))
@@ -176,7 +176,7 @@ def find_cache_view(
         value, factor = strip_constant_factors(graph, value)
         scale *= factor
         node = graph.producer(value)
-        if value in presents or node is None or not any(is_op_type(node, kind) for kind in _BROADCAST_OPS):
+        if value in presents or node is None or not is_op_type(node, *_BROADCAST_OPS):
             break
         value = node.inputs[0]
     return (presents[value], scale) if value in presents else None

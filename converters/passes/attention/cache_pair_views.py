@@ -85,6 +85,6 @@ def _find_past_half(graph: GraphView, name: str, cache_pair: CachePair) -> list[
 
 
 def _is_selected_from(graph: GraphView, name: str, past: str) -> bool:
-    while (node := graph.producer(name)) is not None and any(is_op_type(node, kind) for kind in _SELECTION_OPS):
+    while (node := graph.producer(name)) is not None and is_op_type(node, *_SELECTION_OPS):
         name = node.inputs[0]
     return name == past

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement, is_op_type
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement
 from mlx_transmuter.program import Node
 
 _HEADS_TOKENS_SWAP = [0, 2, 1, 3]

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, SkippedMatch, is_op_type
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.node_builder import NodeBuilder
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, SkippedMatch
 from mlx_transmuter.converters.passes.attention.attention_layer import AttentionLayer, build_pooled_attention
-from mlx_transmuter.converters.passes.attention.attention_operators import NodeBuilder, build_merge_heads
+from mlx_transmuter.converters.passes.attention.attention_operators import build_merge_heads
 from mlx_transmuter.converters.passes.attention.cache_pair_views import CachePairView
 from mlx_transmuter.converters.passes.attention.masks import ScoreMask
 from mlx_transmuter.program import Node

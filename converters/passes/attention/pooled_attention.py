@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, SkippedMatch, is_op_type
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, SkippedMatch
 from mlx_transmuter.converters.graph.shape_probe import ShapeProbe
 from mlx_transmuter.converters.passes.attention.attention_layer import AttentionLayer, build_pooled_attention
 from mlx_transmuter.converters.passes.attention.attention_operators import ATTENTION_OPERATORS, match_attention_operator
@@ -31,7 +32,7 @@ def fuse_pooled_attention(graph: GraphView) -> Iterator[MatchOutcome]:
     for node in graph.nodes:
         if is_op_type(node, "Softmax"):
             found = _match_softmax_attention(graph, seen, pasts, presents, node)
-        elif any(is_op_type(node, kind) for kind in ATTENTION_OPERATORS):
+        elif is_op_type(node, *ATTENTION_OPERATORS):
             found = match_attention_operator(graph, seen, pasts, presents, node)
         else:
             continue
@@ -88,7 +89,7 @@ def _find_value_product(graph: GraphView, probe: ShapeProbe, weights: str, has_s
     for node in graph.consumers(weights):
         if not has_sinks and is_op_type(node, "MatMul") and node.inputs[0] == weights:
             return node
-        plain = any(is_op_type(node, kind) for kind in ("Cast", "Dropout", "Identity"))
+        plain = is_op_type(node, "Cast", "Dropout", "Identity")
         guard = (
             is_op_type(node, "Where")
             and node.inputs[2] == weights

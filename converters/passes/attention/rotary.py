@@ -10,8 +10,9 @@ from dataclasses import replace
 import mlx.core as mx
 
 from mlx_transmuter import ops
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement, is_op_type
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
 from mlx_transmuter.converters.graph.patterns import Bindings, Op, Var, match_pattern
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement
 from mlx_transmuter.converters.graph.shape_probe import PROBE_SIZES, ShapeProbe, make_step_inputs
 from mlx_transmuter.program import Node, Value
 from mlx_transmuter.runtime.module import ProgramModule

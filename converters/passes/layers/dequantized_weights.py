@@ -11,9 +11,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement, SkippedMatch, is_op_type
-from mlx_transmuter.converters.onnx_reader.tensors import ELEMENT_BITS as WIDTHS
-from mlx_transmuter.converters.onnx_reader.tensors import LazyTensor
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
+from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
+from mlx_transmuter.converters.onnx_reader.tensor_protos import ELEMENT_BITS as WIDTHS
 from mlx_transmuter.converters.passes.layers.linear import layer_names
 from mlx_transmuter.converters.passes.layers.quantized_blocks import (
     LAYER_BITS,
@@ -156,7 +157,7 @@ def _unquantized_input(graph: GraphView, name: str) -> str:
     """The float value that the integers are rounded from, or ""."""
     node = graph.producer(name)
     kinds = ("DynamicQuantizeLinear", "QuantizeLinear")
-    return node.inputs[0] if node is not None and any(is_op_type(node, kind) for kind in kinds) else ""
+    return node.inputs[0] if node is not None and is_op_type(node, *kinds) else ""
 
 
 def _replace_matmul_integer(graph: GraphView, node: Node) -> MatchOutcome:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement, is_op_type
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement
 from mlx_transmuter.program import Node
 
 

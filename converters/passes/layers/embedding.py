@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement, SkippedMatch, is_op_type
-from mlx_transmuter.converters.onnx_reader.tensors import LAYER_FLOAT_TYPES
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
+from mlx_transmuter.converters.onnx_reader.lazy_tensor import LAYER_FLOAT_TYPES
 from mlx_transmuter.converters.passes.layers.linear import layer_names
 from mlx_transmuter.program import Node
 
@@ -28,11 +29,7 @@ def make_embedding_layers(graph: GraphView) -> Iterator[MatchOutcome]:
         if table.dtype not in LAYER_FLOAT_TYPES:
             yield SkippedMatch(node, f"the table is {table.dtype}; wanted a float type")
             continue
-        others = [
-            n
-            for n in graph.consumers(name)
-            if not any(is_op_type(n, kind) for kind in ("Gather", "Transpose", "MatMul"))
-        ]
+        others = [n for n in graph.consumers(name) if not is_op_type(n, "Gather", "Transpose", "MatMul")]
         if others:
             yield SkippedMatch(node, f"the table is also read by {others[0].op}")
             continue

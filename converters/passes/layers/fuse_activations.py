@@ -12,7 +12,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement, is_op_type
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement
 from mlx_transmuter.ops.mlx.fused import ACTIVATIONS_BY_NAME
 from mlx_transmuter.program import Node
 from mlx_transmuter.runtime.module import evaluate_node
@@ -33,7 +34,7 @@ def fuse_activations(graph: GraphView) -> Iterator[MatchOutcome]:
     order = {id(node): i for i, node in enumerate(graph.nodes)}
     taken: set[int] = set()
     for node in reversed(graph.nodes):
-        if id(node) in taken or not any(is_op_type(node, kind) for kind in ("Mul", *_ACTIVATION_OPS)):
+        if id(node) in taken or not is_op_type(node, "Mul", *_ACTIVATION_OPS):
             continue
         cone = _find_cone(graph, node, order)
         kind = _match_activation(graph, *cone, wanted) if cone else None
@@ -63,7 +64,7 @@ def _find_cone(graph: GraphView, root: Node, order: dict[int, int]) -> tuple[str
             return frontier.pop(), sorted(nodes.values(), key=lambda node: order[id(node)])
         makers = [maker for name in frontier if (maker := graph.producer(name)) is not None]
         latest = max(makers, key=lambda node: order[id(node)], default=None)
-        if latest is None or not any(is_op_type(latest, kind) for kind in _ELEMENTWISE_OPS):
+        if latest is None or not is_op_type(latest, *_ELEMENTWISE_OPS):
             return None
         nodes[id(latest)] = latest
         frontier -= set(latest.outputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement, SkippedMatch, is_op_type
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
 from mlx_transmuter.converters.graph.patterns import (
     AnyOf,
     ConstantScalar,
@@ -14,6 +14,7 @@ from mlx_transmuter.converters.graph.patterns import (
     Var,
     match_pattern,
 )
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
 from mlx_transmuter.ops import ELEMENT_TYPE_CODES
 from mlx_transmuter.program import Node
 

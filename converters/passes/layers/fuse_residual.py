@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement, SkippedMatch, is_op_type
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
 from mlx_transmuter.program import Node
 
 

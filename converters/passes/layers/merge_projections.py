@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement
-from mlx_transmuter.converters.onnx_reader.tensors import LazyTensor, concatenate_tensors
+from mlx_transmuter.converters.graph.graph_view import GraphView
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement
+from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor, concatenate_tensors
 from mlx_transmuter.program import Node
 
 # The axis of a layer's outputs in all that it holds.

@@ -13,8 +13,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops
-from mlx_transmuter.converters.graph.graph_view import GraphView, Replacement, is_op_type
-from mlx_transmuter.converters.onnx_reader.tensors import LazyTensor, shared_readers
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.rewriting import Replacement
+from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor, shared_readers
 from mlx_transmuter.ops.functional.block_quantization import AFFINE_GROUP_SIZES
 from mlx_transmuter.program import Node
 

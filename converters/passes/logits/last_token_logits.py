@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement
+from mlx_transmuter.converters.graph.graph_view import GraphView
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement
 from mlx_transmuter.program import Node, Value
 from mlx_transmuter.program.signature import LOGIT_INDICES_INPUT, DecoderSignature, SignatureError
 

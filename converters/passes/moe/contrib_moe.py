@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mlx_transmuter import ops
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement, SkippedMatch, is_op_type
-from mlx_transmuter.converters.onnx_reader.tensors import LAYER_FLOAT_TYPES, LazyTensor
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
+from mlx_transmuter.converters.onnx_reader.lazy_tensor import LAYER_FLOAT_TYPES, LazyTensor
 from mlx_transmuter.converters.passes.layers.linear import layer_names
 from mlx_transmuter.converters.passes.layers.quantized_blocks import (
     LAYER_BITS,

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement, SkippedMatch, is_op_type
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
 from mlx_transmuter.ops import ELEMENT_TYPE_CODES
 from mlx_transmuter.program import Node
 
@@ -63,7 +64,7 @@ def _find_scatters(graph: GraphView, index: str) -> list[Node]:
         plain = node.attrs.get("axis", 0) == 0 and node.attrs.get("reduction", "none") in ("none", "add")
         if scatter and plain and node.inputs[1] == index:
             found.append(node)
-        elif any(is_op_type(node, kind) for kind in _INDEX_PASSING_OPS) and node.inputs[0] == index:
+        elif is_op_type(node, *_INDEX_PASSING_OPS) and node.inputs[0] == index:
             found += _find_scatters(graph, node.outputs[0])
     return found
 

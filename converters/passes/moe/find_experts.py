@@ -11,8 +11,8 @@ import mlx.core as mx
 
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
 from mlx_transmuter.converters.graph.shape_probe import ShapeProbe
-from mlx_transmuter.converters.graph.subgraph import collect_subgraph, evaluate_subgraph, is_any_op_type
-from mlx_transmuter.converters.onnx_reader.tensors import LAYER_FLOAT_TYPES
+from mlx_transmuter.converters.graph.subgraph import collect_subgraph, evaluate_subgraph
+from mlx_transmuter.converters.onnx_reader.lazy_tensor import LAYER_FLOAT_TYPES
 from mlx_transmuter.program import Node
 
 # What stands between an expert's first products and its last, and takes each element or each row by itself.
@@ -179,7 +179,7 @@ class _ExpertTracer:
         for i, one in enumerate(node.inputs):
             constant = self.graph.constant(one)
             if constant is not None or not one:
-                if constant is not None and constant.size > 1 and (i == 0 or not is_any_op_type(node, _SLICING_OPS)):
+                if constant is not None and constant.size > 1 and (i == 0 or not is_op_type(node, *_SLICING_OPS)):
                     return False
                 given.append((constant.dtype.str, constant.tobytes()) if constant is not None else None)
             elif self.visit(one):
@@ -191,9 +191,9 @@ class _ExpertTracer:
 
     def is_rowwise(self, node: Node) -> bool:
         """Whether the node takes each row by itself."""
-        if node.op in ("mlx.gate", "mlx.activate") or is_any_op_type(node, _ELEMENTWISE_OPS):
+        if node.op in ("mlx.gate", "mlx.activate") or is_op_type(node, *_ELEMENTWISE_OPS):
             return True
-        return is_any_op_type(node, _SLICING_OPS) and normalize_last_axis(self.graph, self.probe, node) is not None
+        return is_op_type(node, *_SLICING_OPS) and normalize_last_axis(self.graph, self.probe, node) is not None
 
     def add_step(self, step: ExpertStep, node: Node, input_structure: list[Any]) -> None:
         what = node.op, tuple((key, repr(value)) for key, value in sorted(node.attrs.items()))
@@ -241,7 +241,7 @@ def _shared_rows(
     source, whole = name, probe.shapes(name)
     if whole is None or any(len(shape) != 3 or shape[0] != expert_count for shape in whole):
         return None
-    while (node := graph.producer(source)) is not None and is_any_op_type(node, _COPYING_OPS):
+    while (node := graph.producer(source)) is not None and is_op_type(node, *_COPYING_OPS):
         source = node.inputs[0]
         shapes = probe.shapes(source)
         if shapes is None:

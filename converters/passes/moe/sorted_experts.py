@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement, SkippedMatch, is_op_type
-from mlx_transmuter.converters.onnx_reader.tensors import LazyTensor, stack_tensors
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
+from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor, stack_tensors
 from mlx_transmuter.converters.passes.layers.linear import layer_names, match_linear_product
 from mlx_transmuter.ops import ELEMENT_TYPE_CODES
 from mlx_transmuter.program import Node

@@ -14,10 +14,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement, SkippedMatch
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
 from mlx_transmuter.converters.graph.shape_probe import ShapeProbe
-from mlx_transmuter.converters.graph.subgraph import is_any_op_type
-from mlx_transmuter.converters.onnx_reader.tensors import LazyTensor, stack_tensors
+from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor, stack_tensors
 from mlx_transmuter.converters.passes.moe.find_experts import (
     LAST_AXIS,
     ExpertProjection,
@@ -51,11 +51,7 @@ def make_switch_experts(graph: GraphView) -> Iterator[MatchOutcome]:
         sources = _reshape_sources(graph, seen, mixture.x)
         shapes = {name: seen.shapes(name) for name in sources}
         after = graph.only_consumer(found.output)
-        if (
-            after is not None
-            and is_any_op_type(after, ("Reshape",))
-            and seen.shapes(after.outputs[0]) in shapes.values()
-        ):
+        if after is not None and is_op_type(after, "Reshape") and seen.shapes(after.outputs[0]) in shapes.values():
             found = replace(found, root=after)
         wanted = seen.shapes(found.output) or [()]
         like = next((name for name, shape in shapes.items() if shape == wanted), "")
@@ -68,7 +64,7 @@ def make_switch_experts(graph: GraphView) -> Iterator[MatchOutcome]:
 def _reshape_sources(graph: GraphView, probe: ShapeProbe, x: str) -> list[str]:
     """x, and what it is the same rows of in another shape, up to the first."""
     found = [x]
-    while (node := graph.producer(found[-1])) is not None and is_any_op_type(node, _RESHAPE_OPS):
+    while (node := graph.producer(found[-1])) is not None and is_op_type(node, *_RESHAPE_OPS):
         before, after = probe.shapes(node.inputs[0]), probe.shapes(x)
         if before is None or after is None or [one[-1:] for one in before] != [one[-1:] for one in after]:
             break
@@ -94,7 +90,7 @@ def _replace_mixture(
             first = names.get(step.x, rows)
             nodes.append(Node("mlx.switch_linear", (first, path, experts), outputs, node.attrs, node.name))
         else:
-            node = normalize_last_axis(graph, probe, node) if is_any_op_type(node, ("Split", "Slice")) else node
+            node = normalize_last_axis(graph, probe, node) if is_op_type(node, "Split", "Slice") else node
             assert node is not None
             inputs = tuple(names.get(name, name) for name in node.inputs)
             nodes.append(Node(node.op, inputs, outputs, node.attrs, node.name))

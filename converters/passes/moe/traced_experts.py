@@ -14,14 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from mlx_transmuter.converters.errors import ConvertError
-from mlx_transmuter.converters.graph.graph_view import (
-    GraphView,
-    MatchOutcome,
-    Replacement,
-    SkippedMatch,
-    apply_rewrite,
-    is_op_type,
-)
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch, apply_rewrite
 from mlx_transmuter.program import Node, Program
 from mlx_transmuter.runtime.module import evaluate_node
 
@@ -70,7 +64,7 @@ def _expert_count(graph: GraphView, name: str) -> int | None:
     """How many experts a value [experts] that says which are hit is of; None for any other value."""
     chain: list[Node] = []
     while (node := graph.producer(name)) is not None and not is_op_type(node, "OneHot"):
-        if not any(is_op_type(node, kind) for kind in _COUNTING_OPS):
+        if not is_op_type(node, *_COUNTING_OPS):
             return None
         chain.insert(0, node)
         name = node.inputs[0]

@@ -6,7 +6,8 @@ from collections.abc import Hashable, Iterator
 
 import numpy as np
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement
+from mlx_transmuter.converters.graph.graph_view import GraphView
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement
 from mlx_transmuter.program import Node, Program
 
 # Operators whose results differ from one call to the next.

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement, SkippedMatch, is_op_type
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
 from mlx_transmuter.converters.graph.shape_probe import PROBE_SIZES
 from mlx_transmuter.program import Node, Value
 from mlx_transmuter.program.signature import infer_cache_mode
@@ -69,11 +70,7 @@ class _PositionReaders:
         inputs = tuple(new_name if one == name else one for one in now.inputs)
         if use == "positions":
             self.replacements[id(reader)] = (replace(now, inputs=inputs), *others)
-        elif (
-            use is None
-            and any(is_op_type(reader, kind) for kind in _MEANING_KEEPING_OPS)
-            and _has_mixed_uses(self.graph, reader)
-        ):
+        elif use is None and is_op_type(reader, *_MEANING_KEEPING_OPS) and _has_mixed_uses(self.graph, reader):
             output = f"{reader.outputs[0]}.positions"
             self.replacements[id(reader)] = (now, *others, replace(reader, inputs=inputs, outputs=(output,)))
             for after in self.graph.consumers(reader.outputs[0]):
@@ -90,11 +87,11 @@ def _has_mixed_uses(graph: GraphView, node: Node) -> bool:
 
 def _classify_use(graph: GraphView, node: Node, name: str, depth: int = 8) -> str | None:
     """What the value means where `node` reads it: "positions", "columns", or None where that cannot be told."""
-    if any(is_op_type(node, kind) for kind in _COLUMN_OPS):
+    if is_op_type(node, *_COLUMN_OPS):
         return "columns"
-    if any(is_op_type(node, kind) for kind in _POSITION_OPS):
+    if is_op_type(node, *_POSITION_OPS):
         return "positions"
-    if not depth or not any(is_op_type(node, kind) for kind in _MEANING_KEEPING_OPS):
+    if not depth or not is_op_type(node, *_MEANING_KEEPING_OPS):
         return None
     uses = {
         _classify_use(graph, reader, node.outputs[0], depth - 1)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from mlx_transmuter import ops
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement
+from mlx_transmuter.converters.graph.graph_view import GraphView
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement
 from mlx_transmuter.program import MAX_CONSTANT_ELEMENTS
 from mlx_transmuter.runtime.module import evaluate_node
 

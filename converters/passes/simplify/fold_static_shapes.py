@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement, is_op_type
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement
 from mlx_transmuter.converters.graph.shape_probe import PROBE_SIZES, ShapeProbe
 from mlx_transmuter.program import MAX_CONSTANT_ELEMENTS, Node
 
@@ -68,7 +69,7 @@ def _find_step_sizes(graph: GraphView, probe: ShapeProbe) -> dict[str, tuple[int
     signature, found = probe.signature, {}
     reached = {name for entry in signature.cache_pairs for name in (entry.past, entry.present)} | {signature.mask_input}
     for node in graph.nodes:
-        if not (is_op_type(node, "Shape") or any(is_op_type(node, kind) for kind in _SIZE_OPS)):
+        if not (is_op_type(node, "Shape") or is_op_type(node, *_SIZE_OPS)):
             continue
         if len(node.outputs) != 1 or not any(name in reached for name in node.inputs):
             continue
@@ -108,7 +109,7 @@ def _find_identity_input(graph: GraphView, probe: ShapeProbe, node: Node) -> str
         source = other
     if probe.shapes(source) != probe.shapes(output) or any(name for name in node.outputs[1:]):
         return None
-    if any(is_op_type(node, kind) for kind in _ORDER_KEEPING_OPS):
+    if is_op_type(node, *_ORDER_KEEPING_OPS):
         steps = graph.constant(node.inputs[4]) if is_op_type(node, "Slice") and len(node.inputs) > 4 else None
         return source if steps is None or (steps > 0).all() else None
     if is_op_type(node, "Cast"):

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import ml_dtypes
 import numpy as np
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement, is_op_type
-from mlx_transmuter.converters.onnx_reader.tensors import LazyTensor
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement
+from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
 from mlx_transmuter.ops import ELEMENT_TYPE_NAMES
 from mlx_transmuter.program import Node
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement, SkippedMatch, is_op_type
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
 from mlx_transmuter.converters.graph.shape_probe import ShapeProbe
 from mlx_transmuter.ops import ELEMENT_TYPE_CODES
 from mlx_transmuter.program import Node

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, MatchOutcome, Replacement, apply_rewrite, is_op_type
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, apply_rewrite
 from mlx_transmuter.converters.passes.simplify.fold_constants import fold_constants
 from mlx_transmuter.program import Program
 

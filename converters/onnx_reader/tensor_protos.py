@@ -1,24 +1,19 @@
-"""Tensors of an ONNX file: their sizes are checked before anything is read, and their data is read only when it is
-used.
-"""
+"""Tensors of an ONNX file as lazy tensors: sizes are checked first, and data is read when it is used."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
 from mlx_transmuter.converters.errors import ConvertError
-from mlx_transmuter.ops import ELEMENT_TYPE_NAMES, to_device
+from mlx_transmuter.converters.onnx_reader.external_data import locate_external_data
+from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
+from mlx_transmuter.ops import ELEMENT_TYPE_NAMES
 
 # Bits of one element as raw data holds it; strings have no raw data.
 ELEMENT_BITS = {
@@ -34,82 +29,10 @@ ELEMENT_BITS = {
 }
 
 
-# The float types that weights of a layer may have.
-LAYER_FLOAT_TYPES = ("float32", "float16", "bfloat16")
 # Axes are int32 in MLX, and numpy has at most 64 of them.
 AXIS_SIZE_LIMIT = 2**31
 MAX_RANK = 32
 MAX_ELEMENTS = 2**56
-
-
-@dataclass(frozen=True)
-class LazyTensor:
-    """A tensor whose data is read when asked for, so that a conversion holds one weight more than the file, not all
-    twice.
-
-    dtype: the ONNX type's name. shape: its shape. read: gives the data as a numpy array of that shape (bfloat16 and the
-    like as ml_dtypes has them; 4-bit integers one a byte). holds: the tensors that this one was made of, each with a
-    view of it in this one's array.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
-    components: tuple[tuple[LazyTensor, Callable[[mx.array], mx.array]], ...] = ()
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    def to_device(self) -> mx.array:
-        """The data as an `mx.array`, read now."""
-        return to_device(np.ascontiguousarray(self.read()).reshape(self.shape))
-
-    def transpose(self) -> LazyTensor:
-        """The tensor with its axes in reverse order."""
-        return self.permute_axes(tuple(range(len(self.shape)))[::-1])
-
-    def permute_axes(self, axes: tuple[int, ...]) -> LazyTensor:
-        """The tensor with its axes in another order, one that undoes itself."""
-        shape = tuple(self.shape[axis] for axis in axes)
-        return LazyTensor(
-            self.dtype, shape, lambda: self.read().transpose(axes), ((self, lambda a: a.transpose(axes)),)
-        )
-
-
-def concatenate_tensors(tensors: Sequence[LazyTensor], axis: int = 0) -> LazyTensor:
-    """The tensors one after the other along the axis."""
-    sizes = [one.shape[axis] for one in tensors]
-    ends = itertools.accumulate(sizes)
-    rows = [(*[slice(None)] * axis, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
-    holds = tuple((one, operator.itemgetter(part)) for one, part in zip(tensors, rows, strict=True))
-    shape = (*tensors[0].shape[:axis], sum(sizes), *tensors[0].shape[axis + 1 :])
-    return LazyTensor(tensors[0].dtype, shape, lambda: np.concatenate([one.read() for one in tensors], axis), holds)
-
-
-def stack_tensors(tensors: Sequence[LazyTensor]) -> LazyTensor:
-    """The tensors side by side along a new first axis."""
-    holds = tuple((one, operator.itemgetter(i)) for i, one in enumerate(tensors))
-    shape = (len(tensors), *tensors[0].shape)
-    return LazyTensor(tensors[0].dtype, shape, lambda: np.stack([one.read() for one in tensors]), holds)
-
-
-def shared_readers(compute: Callable[[], tuple[mx.array, ...]], count: int) -> list[Callable[[], np.ndarray]]:
-    """A function for each of the arrays that `make` gives. It runs once where they are asked for one after the other;
-    what nobody has asked for yet is all that is kept of it.
-    """
-    left: dict[int, mx.array] = {}
-
-    def part(at: int) -> Callable[[], np.ndarray]:
-        def read() -> np.ndarray:
-            if at not in left:
-                left.update(enumerate(compute()))
-                mx.eval(list(left.values()))
-            return np.array(left.pop(at))
-
-        return read
-
-    return [part(at) for at in range(count)]
 
 
 def tensor_from_proto(proto: TensorProto, file: Path, name: str | None = None) -> LazyTensor:
@@ -222,49 +145,6 @@ def _external_tensor(proto: TensorProto, file: Path, name: str, dtype: str, shap
         return _array_from_proto(TensorProto(data_type=proto.data_type, dims=shape, raw_data=bytes(data)))
 
     return LazyTensor(dtype, shape, read)
-
-
-def locate_external_data(location: str, file: Path, name: str) -> Path:
-    """The path of external data. Raises ConvertError unless it lies in the folder of `file`.
-
-    The one link that is followed out of the folder is that of a Hugging Face snapshot, whose files all point into the
-    repository's own `blobs`: `models--x/snapshots/<commit>/…` to `models--x/blobs/<hash>`.
-    """
-    wrong = ConvertError(
-        file,
-        f"external data at {location!r} for the tensor {name!r}",
-        "a file beside the model",
-        "do not trust this model",
-    )
-    parts = Path(location).parts
-    if (
-        not location
-        or "\0" in location
-        or Path(location).is_absolute()
-        or ".." in parts
-        or ":" in location
-        or "\\" in location
-    ):
-        raise wrong
-    folder = Path(os.path.realpath(file.parent))
-    real = Path(os.path.realpath(folder / location))
-    if not (real.is_relative_to(folder) or real.parent in _snapshot_blobs(folder)):
-        raise wrong
-    try:
-        real.stat()
-    except OSError as problem:
-        found = f"no file {location!r}, which holds the tensor {name!r} ({problem.strerror})"
-        raise ConvertError(file, found, "it beside the model", "download it too") from None
-    if not real.is_file():
-        raise wrong
-    return real
-
-
-def _snapshot_blobs(folder: Path) -> list[Path]:
-    """The blobs of the repository in whose snapshot the real path `folder` lies, if it lies in one."""
-    snapshots = next((parent for parent in folder.parents if parent.name == "snapshots"), None)
-    blobs = snapshots.parent / "blobs" if snapshots else None
-    return [blobs] if blobs and blobs.is_dir() and not blobs.is_symlink() else []
 
 
 def tensor_from_sparse_proto(proto: onnx.SparseTensorProto, file: Path) -> LazyTensor:

@@ -1,0 +1,57 @@
+"""The node builder: collects new nodes and their constants, under names that begin with one prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mlx_transmuter.ops import ELEMENT_TYPE_CODES
+from mlx_transmuter.program import Node
+
+
+def unique_name(name: str, taken: Container[str]) -> str:
+    """Returns `name`, or where it is taken the first of `name_2`, `name_3`, … that is not."""
+    unique, number = name, 1
+    while unique in taken:
+        number += 1
+        unique = f"{name}_{number}"
+    return unique
+
+
+@dataclass
+class NodeBuilder:
+    """New nodes and constants of a rewrite. Each value that it names is `prefix.suffix`."""
+
+    prefix: str
+    nodes: list[Node] = field(default_factory=list)
+    constants: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def add_constant(self, suffix: str, values: Any) -> str:
+        """Adds a constant; integers become int64. Returns its name."""
+        self.constants[f"{self.prefix}.{suffix}"] = np.array(values)
+        return f"{self.prefix}.{suffix}"
+
+    def add_node(self, op: str, inputs: tuple[str, ...], suffix: str, **attrs) -> str:
+        """Adds a node with one output. Returns the output's name."""
+        self.nodes.append(Node(op, inputs, (f"{self.prefix}.{suffix}",), attrs))
+        return f"{self.prefix}.{suffix}"
+
+    def add_cast(self, value: str, dtype: str, suffix: str) -> str:
+        """Adds a cast of the value to an ONNX type ("float16"). Returns the output's name."""
+        return self.add_node("Cast-9", (value,), suffix, to=ELEMENT_TYPE_CODES[dtype])
+
+    def add_split(self, value: str, sizes: Sequence[int], suffixes: tuple[str, ...], axis: int = -1) -> list[str]:
+        """Adds a split of the value into pieces of those sizes on the axis. Returns the names of the pieces."""
+        names = tuple(f"{self.prefix}.{suffix}" for suffix in suffixes)
+        sizes_name = self.add_constant(f"{suffixes[0]}.sizes", np.array(sizes, np.int64))
+        self.nodes.append(Node("Split-18", (value, sizes_name), names, {"axis": axis}))
+        return list(names)
+
+    def add_split_heads(self, value: str, heads: int, suffix: str) -> str:
+        """Adds the value [rows, seq, heads · size] as [rows, heads, seq, size]. Returns the output's name."""
+        shape = self.add_constant(f"{suffix}.shape", np.array([0, 0, heads, -1], np.int64))
+        split = self.add_node("Reshape-5", (value, shape), f"{suffix}.4")
+        return self.add_node("Transpose-1", (split,), suffix, perm=[0, 2, 1, 3])
