@@ -27,8 +27,14 @@ from mlx_transmuter.converters.proof.trials import (
     prove_pool_rewrites,
     save_staged_weights,
 )
-from mlx_transmuter.hub import CHAT_TEMPLATE_FOLDER, COMPANION_FILES
-from mlx_transmuter.model import PROGRAM_FILE, load_module, read_json_object
+from mlx_transmuter.folder_format import (
+    CHAT_TEMPLATE_FOLDER,
+    COMPANION_FILES,
+    PROGRAM_FILE,
+    FolderError,
+    read_json_object,
+)
+from mlx_transmuter.model import load_module
 from mlx_transmuter.precision_options import PrecisionOptions
 from mlx_transmuter.program import PROGRAM_FORMAT, Program, ProgramError, weights
 from mlx_transmuter.program.signature import USE_CACHE_BRANCH_INPUT, DecoderSignature, SignatureError
@@ -68,7 +74,7 @@ def convert(
             move_into_place(staged, out, Path(temporary) / "old")
     except ops.OperatorError as problem:
         raise ConvertError(path, problem.found, problem.expected, problem.do, problem.node) from problem
-    except ProgramError as problem:
+    except (ProgramError, FolderError) as problem:
         raise ConvertError(problem.where, problem.found, problem.expected, problem.do) from problem
     except SignatureError as problem:
         raise ConvertError(path, problem.found, problem.expected, problem.do) from problem

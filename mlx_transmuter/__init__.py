@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mlx_transmuter import generation as generation
-    from mlx_transmuter.hub import convert as convert
-    from mlx_transmuter.hub import load as load
+    from mlx_transmuter.api import convert as convert
+    from mlx_transmuter.api import load as load
     from mlx_transmuter.model import Model as Model
     from mlx_transmuter.tasks import text as text
 
@@ -24,9 +24,9 @@ __version__ = "0.1.0"
 
 _LAZY_EXPORTS = {
     "Model": ("mlx_transmuter.model", "Model"),
-    "convert": ("mlx_transmuter.hub", "convert"),
+    "convert": ("mlx_transmuter.api", "convert"),
     "generation": ("mlx_transmuter.generation", None),
-    "load": ("mlx_transmuter.hub", "load"),
+    "load": ("mlx_transmuter.api", "load"),
     "text": ("mlx_transmuter.tasks.text", None),
 }
 __all__ = sorted(_LAZY_EXPORTS)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from mlx_transmuter.folder_format import PROGRAM_FILE, read_json_object
 from mlx_transmuter.program import Program, ProgramError, weights
 from mlx_transmuter.program.run_plan import RunPlan
 from mlx_transmuter.program.signature import CacheMode, DecoderSignature
 from mlx_transmuter.runtime.module import ProgramModule
 from mlx_transmuter.tokenizer import Tokenizer
 
-PROGRAM_FILE = "program.json"
 _TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _LEGACY_GENERATION_KEYS = (
     "max_length",
@@ -94,16 +93,3 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     found |= {name: model[name] for name in _TOKEN_ID_KEYS if model.get(name) is not None}  # type: ignore[index,union-attr]
     # past_present_share_buffer is how its runtime keeps the cache; max_length there is only the size of the cache.
     return found | {k: v for k, v in search.items() if k not in ("past_present_share_buffer", "max_length")}  # type: ignore[union-attr]
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The object of a JSON file, {} where there is no such file. Raises ProgramError for anything else."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ProgramError(str(path), f"no JSON ({error})", "a JSON object", "download the file again") from None
-    if not isinstance(value, dict):
-        raise ProgramError(str(path), f"a {type(value).__name__}", "a JSON object", "download the file again")
-    return value

@@ -7,7 +7,9 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from mlx_transmuter.folder_format import stays_inside
 
 
 def cache_folder() -> Path:
@@ -43,9 +45,3 @@ def partial_folder(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name[:60]}.", suffix=".partial", dir=target.parent) as folder:
         yield Path(folder)
-
-
-def stays_inside(name: str) -> bool:
-    """Whether a path stays inside the folder it is relative to."""
-    parts = PurePosixPath(name).parts
-    return bool(parts) and not name.startswith("/") and ".." not in parts and "\\" not in name and "\0" not in name

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from mlx_transmuter import cli, hub
+from mlx_transmuter import api, cli
 from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.model import Model, load_folder
 from mlx_transmuter.tasks import text
@@ -101,4 +101,4 @@ def folder(converted):
 
 def answer(folder, prompt, **settings):
     """The text that a task gives."""
-    return text.generation(hub.load(folder), **settings)(prompt).text
+    return text.generation(api.load(folder), **settings)(prompt).text

@@ -13,8 +13,9 @@ import pytest
 from conftest import FIXTURES, answer, golden
 from standin_hub import standin_hub
 
-from mlx_transmuter import cli, hub
+from mlx_transmuter import api, cli
 from mlx_transmuter.cli import model as cli_model
+from mlx_transmuter.hub import SourceError
 from mlx_transmuter.tasks import text
 from mlx_transmuter.tokenizer import Tokenizer
 
@@ -47,7 +48,7 @@ def test_the_prompt_comes_from_a_flag_a_file_or_stdin(run, folder, tmp_path, mon
 
 
 def test_flags_are_the_settings_they_name(folder):
-    model, parse = hub.load(folder), cli._build_parser().parse_args
+    model, parse = api.load(folder), cli._build_parser().parse_args
     sampling = ["--temp", "0.7", "--top-p", "0.9", "--top-k", "40", "--min-p", "0.1"]
     given = cli_model.generation_settings(model, parse(["chat", "-m", "9", *sampling, "--extra-eos-token", "<s>", "7"]))
     assert given.pop("eos_token_id") == [*text.eos_token_ids(model), 1, 7]
@@ -194,13 +195,13 @@ def test_errors_of_all_kinds_are_one_line(run, monkeypatch):
         (PermissionError(13, "Permission denied", "/x/y"), "/x/y: Permission denied", 1),
         (KeyError("surprise"), "KeyError: 'surprise' (MLX_TRANSMUTER_DEBUG=1 shows where)", 1),
         (RuntimeError("two\nlines"), "RuntimeError: two lines", 1),
-        (hub.SourceError("a", "two\nlines"), "mlx-transmuter: a: found two lines.\n", 1),
+        (SourceError("a", "two\nlines"), "mlx-transmuter: a: found two lines.\n", 1),
     ]:
 
         def convert(*args, error=error, **options):
             raise error
 
-        monkeypatch.setattr(hub, "convert", convert)
+        monkeypatch.setattr(api, "convert", convert)
         found, out, err = run("convert", "--model", "x")
         assert (found, out, err.count("\n")) == (code, "", 1)
         assert message in err
@@ -255,7 +256,7 @@ def test_convert_writes_a_folder_that_generates(run, tmp_path):
     code, stdout, _ = run("convert", "--hf-path", LLAMA, "--mlx-path", out)
     assert (code, stdout) == (0, f"{out}\n")
     row = golden("llama")["rows"][0]
-    assert text.generation(hub.load(out))(row["prompt"]).tokens == row["tokens"]
+    assert text.generation(api.load(out))(row["prompt"]).tokens == row["tokens"]
     assert run("convert", "--model", LLAMA, "-o", out)[0] == 0  # an earlier conversion is replaced
     (tmp_path / "diary").mkdir()
     (tmp_path / "diary/today.txt").write_text("dear")

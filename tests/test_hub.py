@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from standin_hub import standin_hub
 
-from mlx_transmuter import hub
-from mlx_transmuter.hub import Source, SourceError
+from mlx_transmuter import api
+from mlx_transmuter.folder_format import FolderError, leaves_folder
+from mlx_transmuter.hub import SourceError
+from mlx_transmuter.sources import Source, choose_decoder_file, fetch_model_files
 
 
 def external(path: str) -> bytes:
@@ -41,8 +43,8 @@ def conversions(monkeypatch):
         (out / "program.json").write_text(json.dumps(data))
         return out
 
-    monkeypatch.setattr(hub, "_import_converter", lambda: convert)
-    monkeypatch.setattr("mlx_transmuter.model.load_folder", lambda folder: Path(folder))
+    monkeypatch.setattr(api, "_import_converter", lambda: convert)
+    monkeypatch.setattr("mlx_transmuter.api.load_folder", lambda folder: Path(folder))
     return seen
 
 
@@ -70,7 +72,7 @@ def folder(path: Path, files) -> Path:
 
 
 def choose(names, file=None, dtype=None):
-    return hub.choose_decoder_file(Source("it", tuple(names), None), file, dtype)
+    return choose_decoder_file(Source("it", tuple(names), None), file, dtype)
 
 
 VARIANTS = [
@@ -150,22 +152,47 @@ def test_genai_config_names_the_decoder(tmp_path, cache, conversions):
         tmp_path / "in",
         {"text.onnx": b"t", "vision.onnx": b"v", "other.onnx": b"o", "genai_config.json": json.dumps(config).encode()},
     )
-    hub.convert(tmp_path / "in", tmp_path / "out")
+    api.convert(tmp_path / "in", tmp_path / "out")
     assert conversions == [(tmp_path / "in", "text.onnx")]
 
 
 def test_a_local_file_and_a_file_deeper_in_a_folder(tmp_path, conversions):
     folder(tmp_path, {"in/a/b/model.onnx": b"deep"})
-    hub.convert(tmp_path / "in", tmp_path / "one", file="a/b/model.onnx")
-    hub.convert(tmp_path / "in/a/b/model.onnx", tmp_path / "two")
+    api.convert(tmp_path / "in", tmp_path / "one", file="a/b/model.onnx")
+    api.convert(tmp_path / "in/a/b/model.onnx", tmp_path / "two")
     assert conversions == [(tmp_path / "in", "a/b/model.onnx"), (tmp_path / "in/a/b", "model.onnx")]
+
+
+def test_a_companion_that_is_a_link_out_of_the_folder_is_refused(tmp_path, conversions):
+    template = "additional_chat_templates/x.jinja"
+    folder(tmp_path, {"secret": b"x", "in/model.onnx": b"x", f"in/{template}": b""})
+    (tmp_path / "in" / template).unlink()
+    (tmp_path / "in" / template).symlink_to(tmp_path / "secret")
+    source = Source("in", ("model.onnx", template), tmp_path / "in")
+    with pytest.raises(FolderError, match="a file inside its folder"):
+        fetch_model_files(source, "model.onnx")
+
+
+@pytest.mark.parametrize("case", ["below a blob", "blobs elsewhere"])
+def test_only_the_blobs_of_the_snapshot_itself_may_be_linked_to(case, tmp_path):
+    folder(tmp_path, {"repo/blobs/a/b": b"x", "repo/snapshots/c/keep": b"", "other/abc": b"x"})
+    link = tmp_path / "repo/snapshots/c/model.onnx"
+    if case == "below a blob":
+        link.symlink_to("../../blobs/a/b")
+    else:
+        (tmp_path / "moved/snapshots/c").mkdir(parents=True)
+        (tmp_path / "moved/blobs").symlink_to(tmp_path / "other")
+        link = tmp_path / "moved/snapshots/c/model.onnx"
+        link.symlink_to("../../blobs/abc")
+    assert link.is_file()
+    assert leaves_folder(link, link.parent)
 
 
 def test_a_link_out_of_the_folder_is_refused(tmp_path, conversions):
     folder(tmp_path, {"secret.onnx": b"x", "in/config.json": b"{}"})
     (tmp_path / "in/model.onnx").symlink_to(tmp_path / "secret.onnx")
-    with pytest.raises(SourceError, match="expected a file inside its folder"):
-        hub.convert(tmp_path / "in", tmp_path / "out")
+    with pytest.raises(FolderError, match="expected a file inside its folder"):
+        api.convert(tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert conversions == []
 
@@ -174,11 +201,11 @@ def test_the_links_of_a_hub_snapshot_are_allowed_and_no_others(tmp_path, convers
     folder(tmp_path, {"repo/blobs/abc": b"x", "repo/refs/main": b"c", "repo/snapshots/c/onnx/keep": b""})
     link = tmp_path / "repo/snapshots/c/onnx/model.onnx"
     link.symlink_to("../../../blobs/abc")
-    hub.convert(tmp_path / "repo/snapshots/c", tmp_path / "out")
+    api.convert(tmp_path / "repo/snapshots/c", tmp_path / "out")
     link.unlink()
     link.symlink_to("../../../refs/main")
-    with pytest.raises(SourceError, match="a file inside its folder"):
-        hub.convert(tmp_path / "repo/snapshots/c", tmp_path / "out")
+    with pytest.raises(FolderError, match="a file inside its folder"):
+        api.convert(tmp_path / "repo/snapshots/c", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -197,7 +224,7 @@ def test_a_source_that_is_none_is_one_clear_line(tmp_path, monkeypatch, source, 
     folder(tmp_path, {"here/config.json": b"{}"})
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SourceError, match=message) as error:
-        hub.load(source, **options)
+        api.load(source, **options)
     assert "\n" not in str(error.value)
 
 
@@ -208,7 +235,7 @@ def test_convert_refuses_a_folder_with_something_else(tmp_path, conversions):
     source = folder(tmp_path / "in", {"model.onnx": b"x"})
     for out in [folder(tmp_path / "full", {"diary.txt": b"dear"}), folder(tmp_path, {"file": b""}) / "file", source]:
         with pytest.raises(SourceError, match="exists and holds something else"):
-            hub.convert(source, out)
+            api.convert(source, out)
     assert (tmp_path / "full/diary.txt").read_bytes() == b"dear"
     assert conversions == []
 
@@ -216,10 +243,10 @@ def test_convert_refuses_a_folder_with_something_else(tmp_path, conversions):
 def test_what_is_converted_is_not_converted_again(tmp_path, conversions):
     done = folder(tmp_path / "done", {"program.json": b"{}", "model.safetensors": b""})
     with pytest.raises(SourceError, match="already converted"):
-        hub.convert(done, tmp_path / "out")
+        api.convert(done, tmp_path / "out")
     with pytest.raises(SourceError, match="already converted"):
-        hub.load(done, dtype="q4")
-    assert hub.load(done) == done
+        api.load(done, dtype="q4")
+    assert api.load(done) == done
     assert conversions == []
 
 
@@ -228,50 +255,50 @@ def test_what_is_converted_is_not_converted_again(tmp_path, conversions):
 
 def test_load_converts_once_and_again_when_the_source_changes(tmp_path, cache, conversions, capsys):
     source = folder(tmp_path / "in", {"model.onnx": external("w.data"), "w.data": b"weights", "config.json": b"{}"})
-    first = hub.load(source)
+    first = api.load(source)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert str(first) in said
     assert first.is_relative_to(cache)
-    assert hub.load(source) == first
+    assert api.load(source) == first
     assert len(conversions) == 1
     assert capsys.readouterr().err == ""
     for changed in ["model.onnx", "w.data", "config.json"]:
         os.utime(source / changed, ns=(1, 1))
-        assert hub.load(source) not in (first, None)
+        assert api.load(source) not in (first, None)
     assert len(conversions) == 4
     folder(source, {"diary.txt": b"not read"})
-    hub.load(source)
+    api.load(source)
     assert len(conversions) == 4
 
 
 def test_a_float_type_is_no_choice_of_a_file_and_has_a_conversion_of_its_own(tmp_path, conversions):
     source = folder(tmp_path / "in", {"model.onnx": b"x", "model_fp16.onnx": b"y"})
-    folders = {dtype: hub.load(source, dtype=dtype) for dtype in (None, "float16", "bfloat16", "fp16")}
+    folders = {dtype: api.load(source, dtype=dtype) for dtype in (None, "float16", "bfloat16", "fp16")}
     assert [file for _, file in conversions] == ["model.onnx"] * 3 + ["model_fp16.onnx"]
     assert len(set(folders.values())) == 4
     assert {dtype: json.loads((one / "program.json").read_text())[2] for dtype, one in folders.items()} == {
         None: None, "float16": "float16", "bfloat16": "bfloat16", "fp16": None,
     }  # fmt: skip
-    assert hub.load(source, dtype="float16") == folders["float16"]
+    assert api.load(source, dtype="float16") == folders["float16"]
     assert len(conversions) == 4
-    hub.convert(source, tmp_path / "out", file="model_fp16.onnx", dtype="float32")
+    api.convert(source, tmp_path / "out", file="model_fp16.onnx", dtype="float32")
     assert json.loads((tmp_path / "out" / "program.json").read_text())[::2] == ["model_fp16.onnx", "float32"]
     with pytest.raises(SourceError, match=r"dtype 'floaty16'.*Did you mean float16"):
-        hub.load(source, dtype="floaty16")
+        api.load(source, dtype="floaty16")
 
 
 def test_two_processes_at_once_leave_one_whole_folder(tmp_path, cache, conversions, monkeypatch):
     source = folder(tmp_path / "in", {"model.onnx": b"x"})
-    converter = hub._import_converter()
+    converter = api._import_converter()
 
     def overtaken(origin, file, out, **options):
-        monkeypatch.setattr(hub, "_import_converter", lambda: converter)
-        hub.load(source)  # the other process, done while this one still works
+        monkeypatch.setattr(api, "_import_converter", lambda: converter)
+        api.load(source)  # the other process, done while this one still works
         return converter(origin, file, out, **options)
 
-    monkeypatch.setattr(hub, "_import_converter", lambda: overtaken)
-    loaded = hub.load(source)
+    monkeypatch.setattr(api, "_import_converter", lambda: overtaken)
+    loaded = api.load(source)
     assert len(conversions) == 2
     assert os.listdir(cache / "converted") == [loaded.name]
     assert os.listdir(loaded) == ["program.json"]
@@ -288,7 +315,7 @@ def test_only_the_files_of_the_chosen_dtype_are_downloaded(tmp_path, remote, con
     remote.add(
         "user/name", folder(tmp_path / "repo", {**big, **never, **CONFIG, "additional_chat_templates/t.jinja": b"t"})
     )
-    loaded = hub.load("user/name", dtype="q4")
+    loaded = api.load("user/name", dtype="q4")
     wanted = {*CONFIG, "additional_chat_templates/t.jinja"} | {name for name in big if "_q4" in name}
     assert remote.downloaded() == wanted
     ((origin, file),) = conversions
@@ -299,36 +326,36 @@ def test_only_the_files_of_the_chosen_dtype_are_downloaded(tmp_path, remote, con
 
 def test_what_is_here_needs_no_hub(tmp_path, remote, conversions):
     remote.add("user/name", folder(tmp_path / "repo", {"onnx/model.onnx": b"x", "onnx/model_q4.onnx": b"y", **CONFIG}))
-    first = hub.load("user/name")
+    first = api.load("user/name")
     asked = len(remote.asked)
-    assert hub.load("user/name") == first
+    assert api.load("user/name") == first
     assert len(conversions) == 1
     assert len(remote.asked) == asked
     remote.stop()
-    assert hub.load("user/name") == first
-    assert hub.load("user/name", revision=remote.repositories["user/name"].commit) == first
-    hub.convert("user/name", tmp_path / "out")  # the snapshot is still there as well
+    assert api.load("user/name") == first
+    assert api.load("user/name", revision=remote.repositories["user/name"].commit) == first
+    api.convert("user/name", tmp_path / "out")  # the snapshot is still there as well
     with pytest.raises(SourceError, match="the hub at http"):
-        hub.load("user/name", dtype="q4")
+        api.load("user/name", dtype="q4")
 
 
 def test_another_dtype_of_a_known_commit_comes_from_that_commit(tmp_path, remote, conversions):
     files = {"onnx/model.onnx": b"x", "onnx/model_q4.onnx": b"y"}
     repository = remote.add("user/name", folder(tmp_path / "repo", files))
-    hub.load("user/name", dtype="fp32")
-    hub.load("user/name", dtype="q4")
+    api.load("user/name", dtype="fp32")
+    api.load("user/name", dtype="q4")
     assert [file for _, file in conversions] == ["onnx/model.onnx", "onnx/model_q4.onnx"]
     repository.files["onnx/model_q4.onnx"] = b"newer"
     with pytest.raises(SourceError, match="no revision"):  # the stand-in forgets old commits
-        hub.load("user/name", revision="0" * 40)
-    assert hub.load("user/name", dtype="q4").is_dir()
+        api.load("user/name", revision="0" * 40)
+    assert api.load("user/name", dtype="q4").is_dir()
     assert len(conversions) == 2
 
 
 def test_a_converted_repository_loads_as_it_is(tmp_path, remote, conversions):
     files = {"program.json": b"{}", "model.safetensors": b"w", "evil.py": b"", "onnx/model.onnx": b"", **CONFIG}
     remote.add("user/done", folder(tmp_path / "repo", files))
-    loaded = hub.load("user/done")
+    loaded = api.load("user/done")
     assert remote.downloaded() == {"program.json", "model.safetensors", *CONFIG}
     assert (loaded / "program.json").is_file()
     assert conversions == []
@@ -337,10 +364,10 @@ def test_a_converted_repository_loads_as_it_is(tmp_path, remote, conversions):
 def test_names_that_leave_the_folder_are_not_fetched(tmp_path, remote, conversions):
     escaping = ["../config.json", "/etc/config.json", "onnx/../../tokenizer.json", "..\\config.json"]
     remote.add("user/name", folder(tmp_path / "repo", {"onnx/model.onnx": b"x"}), listed=escaping)
-    hub.load("user/name")
+    api.load("user/name")
     assert remote.downloaded() == {"onnx/model.onnx"}
     with pytest.raises(SourceError, match="no file"):
-        hub.load("user/name", file="onnx/../../x.onnx")
+        api.load("user/name", file="onnx/../../x.onnx")
 
 
 @pytest.mark.parametrize("case", ["missing", "gated", "revision", "offline", "down", "no_onnx"])
@@ -363,7 +390,7 @@ def test_a_repository_that_gives_no_model_is_one_clear_line(tmp_path, remote, mo
         "no_onnx": "no ONNX file among pytorch_model.bin",
     }
     with pytest.raises(SourceError, match=messages[case]) as error:
-        hub.load(source, revision="v9" if case == "revision" else None)
+        api.load(source, revision="v9" if case == "revision" else None)
     assert "\n" not in str(error.value)
     assert conversions == []
 
@@ -375,5 +402,5 @@ def test_offline_a_snapshot_of_another_tool_will_do(tmp_path, remote, monkeypatc
     remote.add("user/name", folder(tmp_path / "repo", {"onnx/model_q4.onnx": b"x", "onnx/model.onnx": b"y", **CONFIG}))
     huggingface_hub.hf_hub_download("user/name", "onnx/model_q4.onnx")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    hub.load("user/name")
+    api.load("user/name")
     assert [file for _, file in conversions] == ["onnx/model_q4.onnx"]

@@ -8,7 +8,8 @@ import shutil
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_transmuter.model import load_folder, read_generation_config, read_json_object
+from mlx_transmuter.folder_format import FolderError, read_json_object
+from mlx_transmuter.model import load_folder, read_generation_config
 from mlx_transmuter.program import ProgramError
 
 
@@ -74,7 +75,7 @@ def test_a_configuration_that_is_no_object_is_refused_by_name(converted, tmp_pat
     folder = tmp_path / "m"
     shutil.copytree(converted("gpt2"), folder)
     (folder / name).write_bytes(text)
-    with pytest.raises(ProgramError) as error:
+    with pytest.raises(FolderError) as error:
         load_folder(folder)
     assert error.value.where == str(folder / name)
 

@@ -267,8 +267,8 @@ def _read_text_file(name: str) -> str:
 
 
 def _parse_dtype(text: str) -> str:
-    from mlx_transmuter.hub import FILE_DTYPES
     from mlx_transmuter.precision_options import FLOAT_DTYPES
+    from mlx_transmuter.sources import FILE_DTYPES
 
     if text not in (*FILE_DTYPES, *FLOAT_DTYPES):
         raise argparse.ArgumentTypeError(f"{text!r} is none of {' '.join((*FILE_DTYPES, *FLOAT_DTYPES))}")

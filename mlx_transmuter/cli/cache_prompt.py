@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from mlx_transmuter.cli.model import as_chat, kv_settings, load_model, print_notice, read_prompt
+from mlx_transmuter.cli.model import as_chat, kv_settings, load_model, read_prompt
 from mlx_transmuter.generation import PromptCache
+from mlx_transmuter.notices import print_notice
 from mlx_transmuter.tasks import text
 
 

@@ -11,11 +11,11 @@ from mlx_transmuter.cli.model import (
     load_model,
     load_prompt_cache,
     model_label,
-    print_notice,
     system_messages,
     text_generation,
 )
 from mlx_transmuter.generation import GenerationError, PromptCache
+from mlx_transmuter.notices import print_notice
 from mlx_transmuter.tokenizer import TokenizerError
 
 

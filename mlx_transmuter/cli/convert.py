@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mlx_transmuter import hub
+from mlx_transmuter import api
 from mlx_transmuter.precision_options import PrecisionError, Quantization
 
 
 def run(args: argparse.Namespace) -> int:
-    out = hub.convert(
+    out = api.convert(
         args.model,
         args.out,
         file=args.file,

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlx_transmuter import hub
+from mlx_transmuter import api
 from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.model import Model
+from mlx_transmuter.notices import print_notice
 from mlx_transmuter.tasks import text
 
 DEMO_FOLDER = Path(__file__).parent.parent / "demo"
@@ -20,7 +21,7 @@ def load_model(args: argparse.Namespace) -> Model:
     """The model of --model, or the demo model of the package, which is said."""
     if args.model is None:
         print_notice("no --model: taking the demo model that comes with the package")
-    return hub.load(args.model or DEMO_FOLDER, file=args.file, dtype=args.dtype, revision=args.revision)
+    return api.load(args.model or DEMO_FOLDER, file=args.file, dtype=args.dtype, revision=args.revision)
 
 
 def model_label(args: argparse.Namespace) -> str:
@@ -32,7 +33,7 @@ def text_generation(
     model: Model, args: argparse.Namespace, prompt_cache: PromptCache | None = None
 ) -> text.TextGeneration:
     """Text generation with the settings of the flags."""
-    draft = None if args.draft_model is None else hub.load(args.draft_model)
+    draft = None if args.draft_model is None else api.load(args.draft_model)
     if draft is None and args.num_draft_tokens is not None:
         print_notice("--num-draft-tokens has no effect without --draft-model")
     more = {"chat_template_vars": args.chat_template_config, "prompt_cache": prompt_cache, "assistant_model": draft}
@@ -116,10 +117,6 @@ def generation_settings(model: Model, args: argparse.Namespace) -> dict[str, Any
 def system_messages(args: argparse.Namespace) -> list[dict[str, str]]:
     """The beginning of a conversation."""
     return [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
-
-
-def print_notice(line: str) -> None:
-    print(f"mlx-transmuter: {line}", file=sys.stderr)
 
 
 def _token_id(model: Model, token: str) -> int:

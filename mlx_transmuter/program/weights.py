@@ -10,10 +10,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from mlx_transmuter.folder_format import WEIGHTS_FILE, WEIGHTS_INDEX_FILE
 from mlx_transmuter.program import Program, ProgramError
 
-WEIGHTS_FILE = "model.safetensors"
-WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 2**30
 
 
