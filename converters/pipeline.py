@@ -13,6 +13,7 @@ from typing import Any
 
 from mlx_transmuter import ops
 from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.graph.activation_quantization import quantizes_dynamically
 from mlx_transmuter.converters.model_card import render_model_card
 from mlx_transmuter.converters.onnx_reader.reader import read_onnx
 from mlx_transmuter.converters.onnx_reader.weight_names import apply_genai_names, name_weights
@@ -158,7 +159,7 @@ def _convert_staged(
     most = _configured_max_positions(config, genai)
     graph.metadata["max_positions"] = most  # the proof's decoders read it too
     _check_tokenizer_vocabulary(folder, signature.vocab_size, path)
-    lengths = _proof_prompt_lengths(config) if not proof.quantizes_dynamically(graph) else [proof.SINGLE_CHUNK_LENGTH]
+    lengths = _proof_prompt_lengths(config) if not quantizes_dynamically(graph) else [proof.SINGLE_CHUNK_LENGTH]
     case = proof.ProofBatch.random(signature.vocab_size, lengths)
     limit = proof.tolerance(graph)
     # A recipe has its own bits for the values' projection, so it must not be one product with others.

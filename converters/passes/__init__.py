@@ -21,8 +21,8 @@ from mlx_transmuter.converters.passes.layers.dequantized_weights import absorb_d
 from mlx_transmuter.converters.passes.layers.drop_row_reshapes import drop_row_reshapes
 from mlx_transmuter.converters.passes.layers.embedding import make_embedding_layers
 from mlx_transmuter.converters.passes.layers.fuse_activations import fuse_activations
-from mlx_transmuter.converters.passes.layers.fuse_norms import fuse_rms_norm
 from mlx_transmuter.converters.passes.layers.fuse_residual import fuse_residual_add
+from mlx_transmuter.converters.passes.layers.fuse_rms_norm import fuse_rms_norm
 from mlx_transmuter.converters.passes.layers.linear import make_linear_layers
 from mlx_transmuter.converters.passes.layers.matmul_nbits import make_block_quantized_layers
 from mlx_transmuter.converters.passes.layers.merge_projections import merge_projections

@@ -13,7 +13,7 @@ import numpy as np
 
 from mlx_transmuter.converters.errors import ConvertError
 from mlx_transmuter.converters.graph.rewriting import apply_rewrite
-from mlx_transmuter.converters.passes.layers.dequantized_weights import drop_activation_quantization
+from mlx_transmuter.converters.passes.layers.float_activations import drop_activation_quantization
 from mlx_transmuter.converters.passes.simplify.select_cache_branch import select_branch
 from mlx_transmuter.converters.precision import cast_dtype, quantize
 from mlx_transmuter.converters.proof import proof

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops
+from mlx_transmuter.converters.graph.activation_quantization import quantizes_activations
 from mlx_transmuter.program import Program
 from mlx_transmuter.program.run_plan import PaddingSide, RunPlan
 from mlx_transmuter.program.signature import CacheMode, DecoderSignature, infer_cache_mode
@@ -25,18 +26,6 @@ DECODE_STEPS = 2
 TOLERANCES = {"float32": 1e-4, "float16": 3e-2, "dynamic": 5e-2, "bfloat16": 1e-1}
 # A prompt that runs in one part, for dynamic graphs: their scales, and so all logits, depend on what a step holds.
 SINGLE_CHUNK_LENGTH = 8
-DYNAMIC_QUANTIZATION_OPS = ("DynamicQuantizeLinear", "com.microsoft.DynamicQuantize", "com.microsoft.QAttention")
-
-
-def quantizes_dynamically(program: Program) -> bool:
-    """Whether the graph quantises activations by scales that it takes from them when it runs."""
-    return any(node.op.startswith(DYNAMIC_QUANTIZATION_OPS) for node in program.all_nodes())
-
-
-def quantizes_activations(program: Program) -> bool:
-    """Whether the graph rounds activations to 8 bits, by fixed scales or by those of a step."""
-    kinds = ("QuantizeLinear-", "com.microsoft.QuantizeLinear-")
-    return quantizes_dynamically(program) or any(node.op.startswith(kinds) for node in program.all_nodes())
 
 
 def tolerance(program: Program) -> float:

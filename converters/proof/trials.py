@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from mlx_transmuter import ops
 from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.graph.activation_quantization import quantizes_dynamically
 from mlx_transmuter.converters.graph.rewriting import Rewrite, RewriteRecord
 from mlx_transmuter.converters.graph.shape_probe import make_step_inputs
 from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
@@ -142,10 +143,7 @@ def _compute_reference(
     shape = module.program.input(signature.token_input).shape  # type: ignore[union-attr]
     after = "with_past" in path.stem or (shape is not None and len(shape) > 1 and shape[1] == 1)
     tried = (
-        after
-        and signature.pairs
-        and not signature.use_cache_branch_input
-        and not proof.quantizes_dynamically(module.program)
+        after and signature.pairs and not signature.use_cache_branch_input and not quantizes_dynamically(module.program)
     )
     return wanted, None if tried else False
 

@@ -55,7 +55,7 @@ def test_parts_that_are_joined_in_another_order_decline(tmp_path):
         else node
         for node in program.nodes
     ]
-    wanted = "its parts are no products that are joined again as they were split"
+    wanted = "its parts are not one product each, joined again in the order of the split"
     assert reasons(replace(program, nodes=nodes)) == [wanted] * 3
 
 
@@ -63,4 +63,4 @@ def test_matrices_that_are_not_alike_decline(tmp_path):
     program = graph(tmp_path)
     name = next(name for name in program.tensors if "experts.1.gate" in name)
     arrays = program.tensors | {name: replace(program.tensors[name], dtype="float16")}
-    assert reasons(replace(program, tensors=arrays)) == ["the matrices of its parts are not alike"]
+    assert reasons(replace(program, tensors=arrays)) == ["the matrices of its parts differ in shape, type or bias"]

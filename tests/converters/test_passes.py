@@ -16,7 +16,7 @@ from mlx_transmuter.converters.passes.attention.fuse_head_reshapes import fuse_h
 from mlx_transmuter.converters.passes.attention.group_query_attention import lower_group_query_attention
 from mlx_transmuter.converters.passes.attention.pooled_attention import fuse_pooled_attention
 from mlx_transmuter.converters.passes.layers.embedding import make_embedding_layers
-from mlx_transmuter.converters.passes.layers.fuse_norms import fuse_rms_norm
+from mlx_transmuter.converters.passes.layers.fuse_rms_norm import fuse_rms_norm
 from mlx_transmuter.converters.passes.layers.linear import make_linear_layers
 from mlx_transmuter.converters.passes.layers.matmul_nbits import make_block_quantized_layers
 from mlx_transmuter.converters.passes.layers.merge_projections import merge_projections
@@ -86,7 +86,7 @@ def test_a_matrix_that_something_else_reads_is_no_linear_layer():
     ).inputs[1]
     program.nodes.append(Node("Abs-6", (matrix,), ("magnitude",)))
     found = skip_reasons(program, make_linear_layers)
-    assert found == ["the matrix is read in several ways; wanted products of one form"]
+    assert found == ["the matrix is read in several ways; expected products of one form"]
 
 
 def test_weights_packed_for_another_machine_stay():

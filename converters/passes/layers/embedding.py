@@ -1,14 +1,18 @@
-"""Embedding: rows of a weight, taken by ids, become an `nn.Embedding`."""
+"""Rows of a weight that are gathered by ids become an `nn.Embedding` layer (weight [rows, dim])."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.linear_product import strip_transpose
 from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
 from mlx_transmuter.converters.onnx_reader.lazy_tensor import LAYER_FLOAT_TYPES
-from mlx_transmuter.converters.passes.layers.linear import layer_names
+from mlx_transmuter.converters.passes.layers.layer_paths import layer_path
 from mlx_transmuter.program import Node
+
+# What else may read the table: other embeddings, and the head whose weight is tied to it.
+_TABLE_READERS = ("Gather", "Transpose", "MatMul")
 
 
 def make_embedding_layers(graph: GraphView) -> Iterator[MatchOutcome]:
@@ -16,27 +20,21 @@ def make_embedding_layers(graph: GraphView) -> Iterator[MatchOutcome]:
     for node in graph.nodes:
         if not is_op_type(node, "Gather") or node.attrs.get("axis", 0) != 0:
             continue
-        name, table = node.inputs[0], graph.weight(node.inputs[0])
-        turned = graph.producer(name, "Transpose")
-        if turned is not None and list(turned.attrs.get("perm", [1, 0])) == [
-            1,
-            0,
-        ]:  # the head's matrix serves as the table
-            name, matrix = turned.inputs[0], graph.weight(turned.inputs[0])
-            table = matrix.transpose() if matrix is not None else None
+        name, is_transposed = strip_transpose(graph, node.inputs[0])  # of the head's matrix, where the two are tied
+        table = graph.weight(name)
         if table is None or len(table.shape) != 2 or node.inputs[1] in graph.program.constants:
             continue
         if table.dtype not in LAYER_FLOAT_TYPES:
-            yield SkippedMatch(node, f"the table is {table.dtype}; wanted a float type")
+            yield SkippedMatch(node, f"the table is {table.dtype}; expected a float type")
             continue
-        others = [n for n in graph.consumers(name) if not is_op_type(n, "Gather", "Transpose", "MatMul")]
+        others = [n for n in graph.consumers(name) if not any(is_op_type(n, kind) for kind in _TABLE_READERS)]
         if others:
             yield SkippedMatch(node, f"the table is also read by {others[0].op}")
             continue
-        path, weight, _ = layer_names(graph, name)
+        path = layer_path(graph, name)
         yield Replacement(
             node,
             (Node("mlx.embedding", (node.inputs[1], path), node.outputs, name=node.name),),
             layers={path: {"kind": "Embedding"}},
-            arrays={weight: table},
+            arrays={f"{path}.weight": table.transpose() if is_transposed else table},
         )

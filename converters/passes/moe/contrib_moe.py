@@ -14,7 +14,7 @@ from mlx_transmuter import ops
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
 from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
 from mlx_transmuter.converters.onnx_reader.lazy_tensor import LAYER_FLOAT_TYPES, LazyTensor
-from mlx_transmuter.converters.passes.layers.linear import layer_names
+from mlx_transmuter.converters.passes.layers.layer_paths import layer_path
 from mlx_transmuter.converters.passes.layers.quantized_blocks import (
     LAYER_BITS,
     BlockQuantizedWeight,
@@ -107,8 +107,8 @@ def _float_stack(graph: GraphView, inputs_by_name: dict[str, str], number: int) 
     weight = graph.weight(name)
     if weight is None or weight.dtype not in LAYER_FLOAT_TYPES or (bias and graph.weight(bias) is None):
         return "its experts are no constants in floats"
-    path, weights, biases = layer_names(graph, name, bias)
-    arrays = {weights: weight} | ({biases: graph.program.tensors[bias]} if bias else {})
+    path = layer_path(graph, name, bias)
+    arrays = {f"{path}.weight": weight} | ({f"{path}.bias": graph.program.tensors[bias]} if bias else {})
     return ExpertStack(path, {"kind": "SwitchLinear", "bias": bool(bias)}, arrays, 0, weight.dtype)
 
 
@@ -143,11 +143,11 @@ def _quantized_stack(graph: GraphView, node: Node, inputs_by_name: dict[str, str
         return unpack_bits(packed.read().reshape(experts * rows, -1), bits, columns), scale, zero
 
     made = BlockQuantizedWeight(experts * rows, columns, block, bits, scales.dtype, read)
-    path, _, biases = layer_names(graph, name, *[one for one in names[1:] if one])
+    path = layer_path(graph, name, *[one for one in names[1:] if one])
     flat, options = build_layer_arrays(path, made)
     arrays = {key: _split_experts(one, experts) for key, one in flat.items()}
     if bias:
-        arrays[biases] = graph.program.tensors[bias]
+        arrays[f"{path}.bias"] = graph.program.tensors[bias]
     options |= {"kind": "QuantizedSwitchLinear" if made.group_size else "SwitchLinear", "bias": bool(bias)}
     return ExpertStack(
         path,

@@ -1,8 +1,7 @@
-"""Grouped: rows that are split among experts by how many each of them has go through a stack of the experts.
+"""Rows that are sorted by expert and split by the experts' counts go through a stack of the experts.
 
-A router may sort its tokens by expert and split them by the experts' counts, which are known only when the step runs:
-no compiled step can have parts of such sizes. Which expert each row has follows from the counts, and as sorted rows are
-what a stack takes anyway, nothing else of the mixture needs to be understood.
+The counts are known only when the step runs, and no compiled step can have parts of such sizes. Which expert each row
+has follows from the counts; a stack takes sorted rows anyway, so the rest of the mixture stays as it is.
 """
 
 from __future__ import annotations
@@ -12,11 +11,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.linear_product import LinearProduct
 from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
 from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor, stack_tensors
-from mlx_transmuter.converters.passes.layers.linear import layer_names, match_linear_product
+from mlx_transmuter.converters.passes.layers.layer_paths import layer_path
+from mlx_transmuter.converters.passes.layers.linear import match_weight_product
 from mlx_transmuter.ops import ELEMENT_TYPE_CODES
 from mlx_transmuter.program import Node
+
+_WeightProduct = tuple[LinearProduct, LazyTensor]
 
 
 def stack_sorted_experts(graph: GraphView) -> Iterator[MatchOutcome]:
@@ -26,28 +29,26 @@ def stack_sorted_experts(graph: GraphView) -> Iterator[MatchOutcome]:
         if not counts or graph.constant(counts) is not None or node.attrs.get("axis", 0) != 0:
             continue
         readers = [reader for name in node.outputs if (reader := graph.only_consumer(name)) is not None]
-        found = [one for reader in readers if (one := match_linear_product(graph, reader)) is not None]
-        if not found:
+        products = [match for reader in readers if (match := match_weight_product(graph, reader)) is not None]
+        if not products:
             continue
-        joined = graph.only_consumer(readers[0].outputs[0])
+        concat = graph.only_consumer(readers[0].outputs[0])
         outputs = tuple(reader.outputs[0] for reader in readers)
-        if joined is None or not is_op_type(joined, "Concat") or joined.attrs["axis"] != 0 or joined.inputs != outputs:
-            yield SkippedMatch(node, "its parts are no products that are joined again as they were split")
-        elif len({(matrix.dtype, matrix.shape, bool(bias)) for _, matrix, bias in found}) != 1:
-            yield SkippedMatch(node, "the matrices of its parts are not alike")
+        if concat is None or not is_op_type(concat, "Concat") or concat.attrs["axis"] != 0 or concat.inputs != outputs:
+            yield SkippedMatch(node, "its parts are not one product each, joined again in the order of the split")
+        elif len({(weight.dtype, weight.shape, bool(product.bias)) for product, weight in products}) != 1:
+            yield SkippedMatch(node, "the matrices of its parts differ in shape, type or bias")
         else:
-            yield _replace_with_stack(graph, node, joined, found)
+            yield _replace_with_stack(graph, node, concat, products)
 
 
-def _replace_with_stack(
-    graph: GraphView, split: Node, concat: Node, products: list[tuple[str, LazyTensor, str]]
-) -> Replacement:
+def _replace_with_stack(graph: GraphView, split: Node, concat: Node, products: list[_WeightProduct]) -> Replacement:
     rows, counts = split.inputs[:2]
-    matrices = [matrix for _, matrix, _ in products]
-    path = f"{layer_names(graph, products[0][0])[0]}.experts"
-    arrays = {f"{path}.weight": stack_tensors(matrices)}
-    if products[0][2]:
-        arrays[f"{path}.bias"] = stack_tensors([graph.program.tensors[name] for _, _, name in products])
+    biases = [graph.program.tensors[product.bias] for product, _ in products if product.bias]
+    path = f"{layer_path(graph, products[0][0].matrix)}.experts"
+    arrays = {f"{path}.weight": stack_tensors([weight for _, weight in products])}
+    if biases:
+        arrays[f"{path}.bias"] = stack_tensors(biases)
     output = concat.outputs[0]
     name = {part: f"{output}.{part}" for part in ("ends", "sizes", "count", "place", "column", "row", "past", "number")}
     constants = {f"{output}.{i}": np.array(i, np.int64) for i in (0, 1)}
@@ -70,5 +71,5 @@ def _replace_with_stack(
         ),
         Node("Squeeze-13", (f"{output}.products", second), concat.outputs),
     )
-    layers = {path: {"kind": "SwitchLinear", "bias": bool(products[0][2])}}
+    layers = {path: {"kind": "SwitchLinear", "bias": bool(biases)}}
     return Replacement(concat, nodes, layers=layers, arrays=arrays, constants=constants)
