@@ -1,16 +1,15 @@
-"""Observation: what the values of a decoder are over several sizes of a step, found by walking it without computing
-anything.
+"""The shape probe: the host values and the shapes of a decoder's values, for steps of several sizes.
 
-A shape or an axis that a graph computes in ten nodes is one value on the host. Seen over steps of different sizes it
-shows whether it is a constant, and a reshape whether it changes anything. Nothing on the device is evaluated and no
-weight is read, so an observation costs some milliseconds a layer. What rewrites conclude from it the proof of the
-conversion tests again, on other sizes.
+The program is walked once for each size, with nothing computed on the device and no weight read: some milliseconds a
+layer. A shape or an axis that a graph computes in ten nodes is one host value; over several sizes it shows whether it
+is constant, and whether a reshape changes anything. The proof of a conversion tests what rewrites conclude from it, on
+other sizes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -21,14 +20,26 @@ from mlx_transmuter.program.signature import DecoderSignature, SignatureError
 from mlx_transmuter.runtime.module import ProgramModule, trace_values
 from mlx_transmuter.runtime.step_inputs import StepInputs
 
-# (rows, past, seq): no size stands twice, no two sum to a third that a graph could confuse, and the extremes are in.
-PROBE_SIZES = ((2, 7, 3), (1, 31, 5), (3, 21, 1), (5, 0, 11))
+
+class StepSize(NamedTuple):
+    """A step of `seq` tokens in each of `rows` sequences, after `past` tokens."""
+
+    rows: int
+    past: int
+    seq: int
+
+
+# No number stands here twice, and no sum of two is a third, so that a graph's sizes can be told apart. One row, one
+# token and an empty past are among them.
+PROBE_SIZES = (StepSize(2, 7, 3), StepSize(1, 31, 5), StepSize(3, 21, 1), StepSize(5, 0, 11))
 
 
 @dataclass(frozen=True)
 class ShapeProbe:
-    """signature, inputs: of the program seen. seen: for each trial, its values by name: numpy arrays, or unevaluated
-    `mx.array`s.
+    """The values of a program in a step of each of `PROBE_SIZES`.
+
+    signature, inputs: those of the program. step_values: for each size, name -> value: a numpy array for a value on the
+    host, an unevaluated `mx.array` for one on the device, a layer for a layer.
     """
 
     signature: DecoderSignature
@@ -37,11 +48,11 @@ class ShapeProbe:
 
     @staticmethod
     def run(program: Program, previous: ShapeProbe | None = None) -> ShapeProbe | None:
-        """The observation of a decoder; None for a program that is none, that takes other inputs, or that cannot be
-        walked.
+        """Returns the probe of a decoder; None for a program that is no decoder, has extra inputs or a branch for its
+        cache, or has shapes that depend on values on the device.
 
-        before: of the program that this one was made from by rewrites, which leave its values their names: only what is
-        new is walked.
+        previous: the probe of the program that rewrites made this one from. Rewrites keep the names of values, so only
+        new values are walked.
         """
         try:
             signature = DecoderSignature.from_program(program)
@@ -55,43 +66,41 @@ class ShapeProbe:
         module = ProgramModule(program, zeros)
         earlier = previous.step_values if previous else [None] * len(PROBE_SIZES)
         try:
-            seen = tuple(
-                trace_values(module, values, **make_step_inputs(program, signature, *trial))
-                for trial, values in zip(PROBE_SIZES, earlier, strict=True)
+            step_values = tuple(
+                trace_values(module, values, **make_step_inputs(program, signature, *size))
+                for size, values in zip(PROBE_SIZES, earlier, strict=True)
             )
         except ops.OperatorError:
-            # What a node may have on the host can hang on nodes that weren't walked again.
+            # Whether a value is on the host can depend on nodes that were not walked again.
             return ShapeProbe.run(program) if previous else None
-        return ShapeProbe(signature, program.inputs, seen)
+        return ShapeProbe(signature, program.inputs, step_values)
 
     def constant_value(self, name: str) -> np.ndarray | None:
-        """The value, if it is on the host and the same in every trial."""
-        first = self.step_values[0].get(name)
+        """The value, if it is on the host and the same for every size; else None."""
+        first, *others = (values.get(name) for values in self.step_values)
         if not isinstance(first, np.ndarray):
             return None
-        same = all(
-            isinstance(value := one.get(name), np.ndarray)
-            and value.dtype == first.dtype
-            and np.array_equal(value, first)
-            for one in self.step_values[1:]
+        is_constant = all(
+            isinstance(value, np.ndarray) and value.dtype == first.dtype and np.array_equal(value, first)
+            for value in others
         )
-        return first if same else None
+        return first if is_constant else None
 
     def shapes(self, name: str) -> list[tuple[int, ...]] | None:
-        """The value's shape in each trial, or None for a value that is no array."""
-        values = [one.get(name) for one in self.step_values]
+        """The value's shape for each size, or None for a value that is no array."""
+        values = [values.get(name) for values in self.step_values]
         if not all(isinstance(value, (np.ndarray, mx.array)) for value in values):
             return None
         return [tuple(value.shape) for value in values]  # type: ignore[union-attr]
 
     def dtype(self, name: str) -> str | None:
-        """The name of MLX's type of the value on the device, or None for one on the host."""
+        """MLX's name for the type of a value on the device ("float16"), or None for a value on the host."""
         value = self.step_values[0].get(name)
         return str(value.dtype).removeprefix("mlx.core.") if isinstance(value, mx.array) else None
 
 
 def make_step_inputs(program: Program, signature: DecoderSignature, rows: int, past: int, seq: int) -> dict[str, Any]:
-    """Returns zeros for a step of those sizes, with a full mask; no past where the graph carries nothing."""
+    """Returns the inputs of a step of that size: zeros, a mask of ones, and no past where the graph carries none."""
     step_inputs = StepInputs.from_program(program, signature)
     past = past if signature.pairs else 0
     if signature.uses_pools:

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
 from mlx_transmuter.converters.graph.shape_probe import ShapeProbe
-from mlx_transmuter.converters.graph.subgraph import collect_subgraph, evaluate_subgraph
+from mlx_transmuter.converters.graph.subgraph import Subgraph
 from mlx_transmuter.converters.onnx_reader.lazy_tensor import LAYER_FLOAT_TYPES
 from mlx_transmuter.program import Node
 
@@ -84,8 +84,8 @@ class Mixture:
         return bool(self.experts[0].projections[0].weight)
 
 
-def find_mixtures(graph: GraphView, probe: ShapeProbe, node_order: dict[int, int]) -> Iterator[Mixture]:
-    """The mixtures of the graph, in its order: id(node) -> its place."""
+def find_mixtures(graph: GraphView, probe: ShapeProbe) -> Iterator[Mixture]:
+    """The mixtures of the graph, in its order."""
     groups: dict[tuple, list[Expert]] = {}
     for node in graph.nodes:
         last = _match_projection(graph, node)
@@ -94,7 +94,7 @@ def find_mixtures(graph: GraphView, probe: ShapeProbe, node_order: dict[int, int
             continue
         if last.weight:
             count = graph.program.tensors[last.weight].shape[0]
-            x = _shared_rows(graph, probe, node_order, expert.x, count)
+            x = _shared_rows(graph, probe, expert.x, count)
             if x is not None:
                 groups[expert.output,] = [Expert(x, expert.steps, expert.structure)]
             continue
@@ -234,9 +234,7 @@ def normalize_last_axis(graph: GraphView, probe: ShapeProbe, node: Node) -> Node
 LAST_AXIS = "mixture.last_axis"
 
 
-def _shared_rows(
-    graph: GraphView, probe: ShapeProbe, node_order: dict[int, int], name: str, expert_count: int
-) -> str | None:
+def _shared_rows(graph: GraphView, probe: ShapeProbe, name: str, expert_count: int) -> str | None:
     """The rows [..., dim] of which the value [count, tokens, dim] has a copy for each expert; None where it hasn't."""
     source, whole = name, probe.shapes(name)
     if whole is None or any(len(shape) != 3 or shape[0] != expert_count for shape in whole):
@@ -249,11 +247,11 @@ def _shared_rows(
         if all(
             math.prod(s) * expert_count == math.prod(w) and s[-1] == w[-1] for s, w in zip(shapes, whole, strict=True)
         ):
-            found = collect_subgraph(graph, probe.step_values[0], node_order, name, {source}, _MAX_STEPS)
-            if found is None:
+            subgraph = Subgraph.collect(graph, probe.step_values[0], name, {source}, _MAX_STEPS)
+            if subgraph is None:
                 return None
             x = mx.random.normal(shapes[0], key=mx.random.key(0)).astype(probe.step_values[0][source].dtype)
-            copies = evaluate_subgraph(graph, found[0], {source: x, **found[1]}, name)
+            copies = subgraph.evaluate({source: x})
             wanted = mx.broadcast_to(x.reshape(1, -1, x.shape[-1]), whole[0])
             return source if copies is not None and mx.array_equal(copies, wanted) else None
     return None

@@ -14,7 +14,7 @@ import numpy as np
 from mlx_transmuter import ops
 from mlx_transmuter.converters.graph.graph_view import GraphView
 from mlx_transmuter.converters.graph.shape_probe import ShapeProbe
-from mlx_transmuter.converters.graph.subgraph import collect_subgraph, evaluate_subgraph
+from mlx_transmuter.converters.graph.subgraph import Subgraph
 from mlx_transmuter.converters.passes.moe.find_experts import Mixture
 from mlx_transmuter.program import Node
 
@@ -43,43 +43,40 @@ class Routing:
         return self.root.outputs[0]
 
 
-def find_routing(graph: GraphView, probe: ShapeProbe, node_order: dict[int, int], mixture: Mixture) -> Routing | str:
+def find_routing(graph: GraphView, probe: ShapeProbe, mixture: Mixture) -> Routing | str:
     """How the mixture is routed; or why it stays as it is."""
     rows = [math.prod(shape[:-1]) for shape in probe.shapes(mixture.x) or ()]
     width = (probe.shapes(mixture.outputs[0]) or [()])[0][-1:]
     fits = [i for i, count in enumerate(rows) if count * mixture.expert_count * math.prod(width) <= _MAX_TRIAL_ELEMENTS]
     trial = probe.step_values[max(fits, key=lambda i: rows[i]) if fits else rows.index(min(rows))]
     tried = False
-    for root, reached in _nodes_reached_by_all(graph, node_order, mixture):
+    for root, reached in _nodes_reached_by_all(graph, mixture):
         shapes = probe.shapes(root.outputs[0]) or []
         if [math.prod(shape[:-1]) for shape in shapes] != rows or any(shape[-1:] != width for shape in shapes):
             continue
-        indices, scores = _router_candidates(graph, probe, node_order, mixture, root, reached, rows)
+        indices, scores = _router_candidates(graph, probe, mixture, root, reached, rows)
         for index in indices[:_MAX_INDICES]:
             for score in scores[:_MAX_SCORES]:
                 if probe.shapes(index)[0][-1] != probe.shapes(score)[0][-1]:  # type: ignore[index]
                     continue
                 cuts = {*mixture.outputs, index, score}
-                found = collect_subgraph(
-                    graph, trial, node_order, root.outputs[0], cuts, _MAX_NODES_PER_EXPERT * mixture.expert_count
-                )
-                if found is None:
+                max_nodes = _MAX_NODES_PER_EXPERT * mixture.expert_count
+                subgraph = Subgraph.collect(graph, trial, root.outputs[0], cuts, max_nodes)
+                if subgraph is None:
                     continue
                 tried = True
-                if _is_weighted_sum(graph, trial, mixture, *found, root.outputs[0], index, score):
+                if _is_weighted_sum(subgraph, trial, mixture, index, score):
                     return Routing(root, index, score)
     if not tried:
         return f"{mixture.expert_count} alike experts that no router's indices and scores alone add up"
     return f"the sum of {mixture.expert_count} alike experts is none by a router's indices and scores"
 
 
-def _nodes_reached_by_all(
-    graph: GraphView, node_order: dict[int, int], mixture: Mixture
-) -> Iterator[tuple[Node, dict[str, int]]]:
+def _nodes_reached_by_all(graph: GraphView, mixture: Mixture) -> Iterator[tuple[Node, dict[str, int]]]:
     """The first nodes that all experts reach; and of each value since the experts, which of them reach it, in bits."""
     reached = {name: 1 << i for i, name in enumerate(mixture.outputs)}
     every, count = (1 << len(reached)) - 1, 0
-    start = min(node_order[id(graph.producer(name))] for name in reached)
+    start = min(graph.position(node) for name in reached if (node := graph.producer(name)))
     for node in graph.nodes[start:]:
         if any(name in reached for name in node.outputs):
             continue
@@ -98,7 +95,6 @@ def _nodes_reached_by_all(
 def _router_candidates(
     graph: GraphView,
     probe: ShapeProbe,
-    node_order: dict[int, int],
     mixture: Mixture,
     root: Node,
     expert_bits: dict[str, int],
@@ -108,7 +104,7 @@ def _router_candidates(
     floats.
     """
     given, every = set(mixture.outputs), (1 << len(mixture.outputs)) - 1
-    left = [(-node_order[id(root)], root)]
+    left = [(-graph.position(root), root)]
     waiting = {id(root)}
     parts: dict[str, int] = {}  # of a value beside the experts, whose part hangs on it
     names = []
@@ -127,7 +123,7 @@ def _router_candidates(
                 continue
             if not any(one in graph.program.layers for one in maker.inputs):
                 waiting.add(id(maker))
-                heapq.heappush(left, (-node_order[id(maker)], maker))
+                heapq.heappush(left, (-graph.position(maker), maker))
     names = [name for name in names if parts.get(name) == every and _has_choice_shape(probe, mixture, name, row_counts)]
     floats = [name for name in names if "float" in (probe.dtype(name) or "")]
     return [name for name in names if "int" in (probe.dtype(name) or "")], floats
@@ -141,16 +137,7 @@ def _has_choice_shape(probe: ShapeProbe, mixture: Mixture, name: str, row_counts
     return all(math.prod(s[:-1]) == n and s[-1] == shapes[0][-1] for s, n in zip(shapes, row_counts, strict=True))
 
 
-def _is_weighted_sum(
-    graph: GraphView,
-    trial: dict[str, Any],
-    mixture: Mixture,
-    nodes: list[Node],
-    shapes: dict[str, np.ndarray],
-    output: str,
-    index: str,
-    score: str,
-) -> bool:
+def _is_weighted_sum(subgraph: Subgraph, trial: dict[str, Any], mixture: Mixture, index: str, score: str) -> bool:
     """Whether the nodes give the sum of the experts by indices and scores, until each expert was chosen at each place.
 
     Small whole numbers: no order of summation and no float type rounds them.
@@ -172,7 +159,7 @@ def _is_weighted_sum(
             index: _with_shape_and_type(trial[index], indices),
             score: _with_shape_and_type(trial[score], scores),
         }
-        found = evaluate_subgraph(graph, nodes, values | shapes, output)
+        found = subgraph.evaluate(values)
         if found is None or not np.array_equal(ops.to_host(found).reshape(wanted.shape), wanted):
             return False
     return True

@@ -38,11 +38,10 @@ def make_switch_experts(graph: GraphView) -> Iterator[MatchOutcome]:
     seen = graph.shape_probe
     if seen is None:
         return
-    order = {id(node): i for i, node in enumerate(graph.nodes)}
-    for mixture in find_mixtures(graph, seen, order):
-        found = find_routing(graph, seen, order, mixture)
+    for mixture in find_mixtures(graph, seen):
+        found = find_routing(graph, seen, mixture)
         for part in mixture.without_shared_expert() if isinstance(found, str) else ():
-            if isinstance(one := find_routing(graph, seen, order, part), Routing):
+            if isinstance(one := find_routing(graph, seen, part), Routing):
                 mixture, found = part, one
                 break
         if isinstance(found, str):
