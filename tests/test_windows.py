@@ -78,7 +78,7 @@ def test_every_logit_of_a_long_text_is_onnxruntimes(name, pages, loaded):
     block = pages.get("block_size", 1)
     assert max(held) <= 2 * (64 + 2 * block)
     assert held[-1] <= (2 * (8 + 1 + 2 * block) if pages else 2 * 64)
-    assert run.pools.num_slots <= 2 * (64 + 2 * block)
+    assert run.block_manager.num_slots <= 2 * (64 + 2 * block)
     run.close()
 
 

@@ -1,4 +1,4 @@
-"""Layered: the index of a step whose layers differ in what they see: all columns, or those of a window alone."""
+"""HybridIndex: the index of a step of which some layers attend to the whole context and others through a window."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from mlx_transmuter.cache.index import CacheIndex
 
 @dataclass(frozen=True, eq=False)
 class HybridIndex:
-    """Two indices of the same tokens over the same slots, of different numbers of columns.
+    """Two indices of the same tokens over the same slots, with different numbers of columns.
 
-    everything: of the layers that see all. local: a ring of the columns that a window can show, so that a layer with a
-    window reads these alone. Which one a layer reads by follows from the mask that it has: it is as wide.
+    full_index: of the layers that attend to the whole context. window_index: a ring of the columns that a window can
+    show, so that a layer with a window reads these alone. The width of a layer's mask says which of the two it reads
+    by.
     """
 
     full_index: CacheIndex
     window_index: CacheIndex
 
     def window(self, w: int) -> CacheIndex:
-        """The local index, of tokens that see the last w positions."""
+        """The window index, of tokens that attend to the last w positions."""
         return self.window_index.window(w)
 
     def visible(self) -> mx.array:
-        """The mask of the layers that see all; see CacheIndex.visible."""
+        """The mask of the layers that attend to the whole context; see CacheIndex.visible."""
         return self.full_index.visible()
 
     def positions(self) -> mx.array:

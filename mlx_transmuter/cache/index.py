@@ -1,66 +1,68 @@
-"""CacheIndex: where the tokens of one call sit in a cache."""
+"""CacheIndex: the position of each token of a call, and the slots of the sequences in a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_transmuter.cache import head_index
-from mlx_transmuter.cache import visibility as see
-from mlx_transmuter.cache.errors import (
-    INT32_MAX,
-    CacheError,
+from mlx_transmuter.cache import head_index, slot_mapping, visibility
+from mlx_transmuter.cache.arguments import (
     as_bool,
     as_int32,
     check_every_sizes,
     check_integer,
     check_lengths,
+    check_packed_lengths,
     check_pairs,
 )
-from mlx_transmuter.cache.pool_storage import read_rows, view_runs, write_rows, zero_unseen
-from mlx_transmuter.cache.structure import IndexSignature, fields_from_walk, walk_index
+from mlx_transmuter.cache.errors import CacheError
+from mlx_transmuter.cache.layout import INT32_MAX, ceil_div, contiguous_table, last_index, left_padded_positions
+from mlx_transmuter.cache.pools import read_rows, view_runs, write_rows, zero_masked
+
+IndexSignature = tuple[tuple[Any, ...], ...]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CacheIndex:
-    """Where the tokens of one call sit in a cache: the position of each, and the slots that hold its sequence.
+    """The position of each token of one call, and the slots of the sequences that the tokens belong to.
 
     A pool is one array [slots, ...] of any dtype; a slot is a row of it, and there is no batch axis. The tokens of a
-    call are `batch` lanes of `seq`. A table, int32 [rows, context], names the slots of each sequence, and `row` the
-    sequence of each lane. One run of slots per row, pages, a shared prefix, a forked beam, a tree of guesses and
-    packed prompts are all values of this type; a layer calls `extend` on each of its pools and attends under
+    call are `batch` rows of `seq`. A table, int32 [rows, context], names the slots of each sequence, and `row` the
+    sequence of each batch row. One run of slots per row, blocks of slots, a shared prefix, a forked beam, a draft tree
+    and a packed prefill are all values of this type; a layer calls `extend` on each of its pools and attends under
     `visible`, whatever the value.
 
-    Build one with `make`, `rows`, `whole` or `packed`. Arguments are lists, numpy or MLX arrays; on the device all is
-    int32. A wrong one raises CacheError, a ValueError. Nothing here looks at a value on the device: every method works
-    on the tracers of mx.compile and gives there what it gives eagerly.
+    Build one with `make`, `rows`, `whole` or `packed`. Arguments are lists, numpy or MLX arrays; on the device all are
+    int32. A wrong one raises CacheError, a ValueError. No method looks at a value on the device: each works on the
+    tracers of mx.compile and returns there what it returns eagerly.
 
     The laws:
 
     1. Column is position. Column j of a sequence's row of the table is the slot of its position j; of a table of
-       blocks of m positions, the slot of block j, which stands at its last position j·m + m - 1. Under a draft the
-       call's tokens are columns too, after the table's, each at its token's position. The caller keeps a slot to one
+       blocks of m positions, the slot of block j, which is at its last position j·m + m - 1. Under a draft the
+       call's tokens are columns too, after the table's, each at its token's position. The caller gives a slot to one
        column of a row, lets sequences share a slot only at the same column after the same tokens, and frees a column
-       once no token still to come can look back to it. In a ring columns come round again: see `ring`.
+       once no later token can attend to it. In a ring columns are used again: see `as_ring`.
     2. -1 addresses nothing, and so does every number outside its range: as a position it is padding, in a table a
-       column without a slot, as a lane's row a lane that is all padding. A store there is dropped and a read is zero.
-       A column without a slot inside what a token sees is a hole: a zero row that the mask shows.
-    3. A token stores at its own column, the one that stands at its position: in blocks, only a block's last token has
-       one; under a draft, at the slot the draft names. Past the last column it stores nothing.
+       column without a slot, as the sequence of a batch row a row of padding. A store there is dropped and a read is
+       zero. A column without a slot among those a token attends to is a hole: a zero row that the mask shows.
+    3. A token stores at its own column, the one at its position: in blocks, only a block's last token has one; under a
+       draft, at the slot the draft names. Past the last column it stores nothing.
     4. The caller aims each store of a call at a slot of its own, and at none that another sequence's table names. Two
        stores at one slot leave there, element by element, one of the two.
-    5. Padding stores nothing, sees nothing and is never seen.
-    6. A column that no token of its lane sees reads as exact zero, whatever its slot holds, NaN and infinity included.
-       Under a selection this holds for each chosen column. What is zeroed and what is masked follow from one window.
+    5. Padding stores nothing, attends to nothing, and no token attends to it.
+    6. A column that no token of its batch row attends to reads as exact zero, whatever its slot holds, NaN and infinity
+       included. Under a selection this holds for each selected column. The zeroing and the mask follow one window.
     7. Values vary, shapes do not: positions and tables are arrays, so one compiled step serves all of them.
 
-    Six methods go beyond: `at` places other tokens in the same lanes, `narrow` reads only the first columns, `ring`
-    only the last, `heads` addresses pools that keep heads apart, `twice` pools of both keys and values, and `keep`
-    stores what a whole index sees. `store` and `read` are the two halves of `extend`.
+    Beyond the specification of cache indices: `with_positions` places other tokens in the same batch rows,
+    `limit_context` reads only the first columns, `as_ring` only the last, `for_heads` addresses pools that keep heads
+    apart, `for_key_value_pool` pools of both keys and values, and `store_at` stores the tokens of a whole index.
+    `write` and `read` are the two halves of `extend`.
     """
 
     kind: str  # "tabled", "whole" or "packed"
@@ -71,293 +73,284 @@ class CacheIndex:
     positions_per_column: int = 1
     window_size: int | None = None
     selected_columns: mx.array | None = None  # int32 [batch, seq, k]
-    store_slots: mx.array | None = None  # int32 [batch, seq], of a draft, or of a whole index that keeps its tokens
+    store_slots: mx.array | None = None  # int32 [batch, seq], of a draft, or of a whole index that stores its tokens
     draft_mask: mx.array | None = None  # bool [batch, seq, seq], of a draft
-    run_stride: int | None = None  # row r of the table is the run of slots from r · stride
-    run_in_signature: bool = False  # ... and walk says so
-    spare_row: int | None = None  # the row of the pool where what is stored nowhere goes
-    is_ring: bool = False  # the columns come round again
+    run_stride: int | None = None  # row r of the table is the run of slots from r · run_stride on
+    run_in_signature: bool = False  # whether walk reports the run
+    spare_row: int | None = None  # the row of the pool where dropped values are stored
+    is_ring: bool = False  # whether columns are used again
 
     # Constructors
 
     @classmethod
     def make(cls, pos: Any, table: Any, row: Any = None, every: Iterable[tuple[int, Any]] = ()) -> CacheIndex:
-        """Tokens at positions pos int32 [batch, seq] of sequences at the slots of table int32 [rows, context].
+        """Tokens at positions pos int32 [batch, seq] of sequences in the slots of table int32 [rows, context].
 
-        row, int32 [batch], is the sequence of each lane; without it lane b is sequence b. Several lanes may name one
-        sequence: its tokens see each other as in one lane. every has pairs (m, blocks) for layers that keep one entry
-        per block of m positions: blocks, int32 [rows, context_m], names the slots of the blocks in those layers'
-        pools.
+        row, int32 [batch], is the sequence of each batch row; without it batch row b is sequence b. Several batch rows
+        may name one sequence: its tokens attend to each other as in one row. every has pairs (m, blocks) for layers
+        that store one entry per block of m positions: blocks, int32 [rows, context_m], names the slots of the blocks in
+        those layers' pools.
 
-        Raises CacheError for a wrong shape, an empty axis, an m below 2 or given twice.
+        Raises CacheError for a wrong shape, an empty axis, an m below 2 or twice.
         """
         pos = as_int32("CacheIndex.make: pos", pos, ["batch", "seq"])
         table = as_int32("CacheIndex.make: table", table, ["rows", "context"])
         if row is not None:
             row = as_int32("CacheIndex.make: row", row, [pos.shape[0]])
         elif table.shape[0] != pos.shape[0]:
-            raise CacheError("CacheIndex.make: table", f"{table.shape[0]} rows", f"{pos.shape[0]}, one a lane, or row")
-        named = check_pairs("CacheIndex.make: every", every)
-        sizes = check_every_sizes("CacheIndex.make: every", [m for m, _ in named])
+            expected = f"{pos.shape[0]}, one per row of pos, or the argument row"
+            raise CacheError("CacheIndex.make: table", f"{table.shape[0]} rows", expected)
+        pairs = check_pairs("CacheIndex.make: every", every)
+        sizes = check_every_sizes("CacheIndex.make: every", [m for m, _ in pairs])
         shape = [table.shape[0], "context_m"]
-        tables = [as_int32(f"CacheIndex.make: blocks of {m}", blocks, shape) for m, blocks in named]
+        tables = [as_int32(f"CacheIndex.make: blocks of {m}", blocks, shape) for m, blocks in pairs]
         return cls("tabled", pos, table, row, tuple(zip(sizes, tables, strict=True)))
 
     @classmethod
     def rows(cls, context: int, lens: Any, every: Iterable[int] = ()) -> CacheIndex:
-        """Row b owns the `context` slots from b · context and holds lens[b] tokens at positions 0 to lens[b] - 1.
+        """Row b owns the `context` slots from b · context on and has lens[b] tokens, at positions 0 to lens[b] - 1.
 
-        Lanes are padded on the left to the longest, so the last token is every lane's last; pad the ids the same way.
+        Rows are padded on the left to the longest, so the last token is every row's last; pad the ids the same way.
         The pools have len(lens) · context slots. For each m of every, row b also owns the run of c = ⌈context / m⌉
-        block slots from b · c. Reads are slices of the pool, not gathers.
+        block slots from b · c on. Reads are slices of the pool, not gathers.
 
-        Raises CacheError without a lane, for a context below 1, a length outside 0 to context, an m below 2 or twice.
+        Raises CacheError for no rows, a context below 1, a length outside 0 to context, an m below 2 or twice.
         """
         context = check_integer("CacheIndex.rows: context", context, 1)
         lens = check_lengths("CacheIndex.rows: lens", lens, context)
         if not lens:
-            raise CacheError("CacheIndex.rows: lens", "no lane", "one length a lane")
+            raise CacheError("CacheIndex.rows: lens", "no rows", "one length per row")
         if len(lens) * context > INT32_MAX:
             slots = f"{len(lens)} runs of {context} slots"
             raise CacheError("CacheIndex.rows: context", slots, f"at most {INT32_MAX} slots, which int32 can number")
         sizes = check_every_sizes("CacheIndex.rows: every", every)
-        blocks = tuple((m, see.contiguous_table(len(lens), -(-context // m))) for m in sizes)
-        pos = see.left_padded_positions([[n] for n in lens], max(1, *lens))
-        return cls("tabled", pos, see.contiguous_table(len(lens), context), None, blocks, run_stride=context)
+        blocks = tuple((m, mx.array(contiguous_table(len(lens), ceil_div(context, m)))) for m in sizes)
+        pos = mx.array(left_padded_positions([[length] for length in lens], max(1, *lens)))
+        table = mx.array(contiguous_table(len(lens), context))
+        return cls("tabled", pos, table, None, blocks, run_stride=context)
 
     @classmethod
     def whole(cls, batch: int, seq: int, lens: Any = None) -> CacheIndex:
-        """Whole sequences at positions 0 to seq - 1: nothing is read and nothing kept, extend gives the pool back.
+        """Whole sequences at positions 0 to seq - 1: nothing is read or stored, and extend returns the pool as it is.
 
-        With lens, lane b holds lens[b] tokens, padded on the left. Raises CacheError for a batch or seq below 1, or a
-        length that doesn't fit.
+        With lens, row b has lens[b] tokens, padded on the left. Raises CacheError for a batch or seq below 1, or a
+        length that does not fit.
         """
         batch = check_integer("CacheIndex.whole: batch", batch, 1)
         seq = check_integer("CacheIndex.whole: seq", seq, 1)
         lens = [seq] * batch if lens is None else check_lengths("CacheIndex.whole: lens", lens, seq)
         if len(lens) != batch:
-            raise CacheError("CacheIndex.whole: lens", f"{len(lens)} lengths", f"{batch}, one a lane")
-        return cls("whole", see.left_padded_positions([[n] for n in lens], seq))
+            raise CacheError("CacheIndex.whole: lens", f"{len(lens)} lengths", f"{batch}, one per row")
+        return cls("whole", mx.array(left_padded_positions([[length] for length in lens], seq)))
 
     @classmethod
     def packed(cls, seq: int, lens: Any) -> CacheIndex:
-        """The whole index of lanes of several sequences: lane b holds lens[b][0], then lens[b][1], ... tokens.
+        """Rows of several whole sequences, for a packed prefill: row b has lens[b][0], then lens[b][1], ... tokens.
 
-        Lanes are padded on the left to seq. A token sees those of its own sequence, at or before it, alone. Raises
-        CacheError without a lane, for a seq below 1, a negative length, or a lane of more than seq tokens.
+        Rows are padded on the left to seq. A token attends to the tokens of its own sequence at or before it. Raises
+        CacheError for no rows, a seq below 1, a negative length, or a row of more than seq tokens.
         """
         seq = check_integer("CacheIndex.packed: seq", seq, 1)
-        if not hasattr(lens, "__iter__"):
-            raise CacheError("CacheIndex.packed: lens", repr(lens), "the lengths of each lane's sequences")
-        lanes = [check_lengths(f"CacheIndex.packed: lens[{b}]", lane, seq) for b, lane in enumerate(lens)]
-        if not lanes:
-            raise CacheError("CacheIndex.packed: lens", "no lane", "the lengths of each lane's sequences")
-        for b, lane in enumerate(lanes):
-            if sum(lane) > seq:
-                raise CacheError(f"CacheIndex.packed: lens[{b}]", f"{sum(lane)} tokens", f"at most seq = {seq}")
-        return cls("packed", see.left_padded_positions(lanes, seq))
+        lengths = check_packed_lengths("CacheIndex.packed: lens", lens, seq)
+        return cls("packed", mx.array(left_padded_positions(lengths, seq)))
 
     # Other readings of the same tokens
 
     def window(self, w: int) -> CacheIndex:
-        """The index whose tokens see only the last w ≥ 1 positions up to their own, in place of the window it had."""
+        """The index whose tokens attend to the last w ≥ 1 positions up to their own; replaces the window it had."""
         return replace(self, window_size=check_integer("CacheIndex.window", w, 1))
 
     def select(self, columns: Any) -> CacheIndex:
-        """The index whose tokens read only the columns they choose, int32 [batch, seq, k], in that order.
+        """The index whose tokens read only the columns int32 [batch, seq, k] that they select, in that order.
 
-        extend's seen is then [batch, seq, k, ...] and mask [batch, seq, k]. A column the token doesn't see reads as
-        zero and is masked; one without a slot reads as zero; one chosen twice is read twice. Stores don't change. On a
-        whole index a column is a token of the lane, or under every a block. Replaces the selection it had. Raises
-        CacheError for another shape, k = 0, or a draft.
+        extend's seen is then [batch, seq, k, ...] and mask [batch, seq, k]. A column that the token does not attend to
+        reads as zero and is masked; one without a slot reads as zero; one selected twice is read twice. Stores do not
+        change. On a whole index a column is a token of the batch row, or under every a block. Replaces the selection it
+        had. Raises CacheError for another shape, k = 0, a draft or a ring.
         """
         if self.draft_mask is not None or self.is_ring:
             raise CacheError("CacheIndex.select", "a ring" if self.is_ring else "a draft", "an index without one")
-        return replace(
-            self, selected_columns=as_int32("CacheIndex.select: columns", columns, [self.batch, self.seq, "k"])
-        )
+        columns = as_int32("CacheIndex.select: columns", columns, [self.batch, self.seq, "k"])
+        return replace(self, selected_columns=columns)
 
     def draft(self, slots: Any, sees: Any) -> CacheIndex:
-        """The index whose tokens are a draft to verify in one call, such as a tree of guesses.
+        """The index whose tokens are a draft to verify in one call, such as a draft tree.
 
         slots, int32 [batch, seq], is where each token stores (-1: nowhere), slots that no table names. sees, bool
-        [batch, seq, seq], says which tokens of its lane each sees: in a tree, itself and its ancestors. The table holds
-        each sequence up to the call, and the columns are the table's, then the tokens: extend's seen is what the table
-        reads, then values. A token sees the table's columns before its lane's least position and the tokens that sees
-        says, of both those at or before its position and inside the window. Afterwards the caller keeps a path by
-        writing the slots of its tokens into the next call's table; the others are free, and nothing is copied.
+        [batch, seq, seq], says to which tokens of its batch row each attends: in a tree, itself and its ancestors. The
+        table holds each sequence up to the call, and the columns are the table's, then the tokens: extend's seen is
+        what the table reads, then values. A token attends to the table's columns before its row's least position and to
+        the tokens that sees says, of both those at or before its position and inside the window. Afterwards the caller
+        accepts a path by writing the slots of its tokens into the next call's table; the others are free, and nothing
+        is copied.
 
         Replaces the draft it had. Raises CacheError for another shape, or an index that is whole, reads blocks or
         selects.
         """
         if self.kind != "tabled" or self.positions_per_column != 1 or self.selected_columns is not None:
             raise CacheError("CacheIndex.draft", repr(self), "an index over a table, without blocks or a selection")
-        slots = as_int32("CacheIndex.draft: slots", slots, [self.batch, self.seq])
-        return replace(
-            self,
-            store_slots=slots,
-            draft_mask=as_bool("CacheIndex.draft: sees", sees, [self.batch, self.seq, self.seq]),
-        )
+        store_slots = as_int32("CacheIndex.draft: slots", slots, [self.batch, self.seq])
+        draft_mask = as_bool("CacheIndex.draft: sees", sees, [self.batch, self.seq, self.seq])
+        return replace(self, store_slots=store_slots, draft_mask=draft_mask)
 
     def store_at(self, slots: Any) -> CacheIndex:
-        """The whole or packed index whose tokens are stored too, at slots int32 [batch, seq] (-1: nowhere).
+        """The whole or packed index whose tokens are also stored, at slots int32 [batch, seq] (-1: nowhere).
 
-        What is seen stays values, and extend's pool' has them at the slots. So prompts that begin, several in a lane,
-        run once for all. Raises CacheError for another shape, or an index that is over a table or reads blocks.
+        seen stays values, and extend's pool' has them at the slots: so a packed prefill fills the cache of several
+        sequences. Raises CacheError for another shape, or an index over a table or in blocks.
         """
         if self.table is not None or self.positions_per_column != 1:
-            raise CacheError("CacheIndex.keep", repr(self), "a whole or packed index, not in blocks")
-        return replace(self, store_slots=as_int32("CacheIndex.keep: slots", slots, [self.batch, self.seq]))
+            raise CacheError("CacheIndex.store_at", repr(self), "a whole or packed index, not in blocks")
+        return replace(self, store_slots=as_int32("CacheIndex.store_at: slots", slots, [self.batch, self.seq]))
 
     def every(self, m: int) -> CacheIndex:
-        """The index read in blocks of m positions, for a layer that keeps one entry per block (law 1).
+        """The index read in blocks of m positions, for a layer that stores one entry per block (law 1).
 
-        extend stores the values of the tokens that close a block; a token sees a block from its last position on, and
-        under a window only while that position is inside. The pools are those of the blocks' table. On a whole index
-        the columns are the lane's ⌈seq / m⌉ blocks, seen the values of the tokens that close them, zero where none
-        does. every(m) of an index in blocks of m is itself. Raises CacheError for an m below 1 and, unless it is that,
-        for an index in blocks of another size, with a selection or a draft, packed, or without a table of blocks of m.
+        extend stores the values of the tokens that end a block; a token attends to a block from its last position on,
+        and under a window only while that position is inside. The pools are those of the blocks' table. On a whole
+        index the columns are the row's ⌈seq / m⌉ blocks, and seen the values of the tokens that end them, zero where
+        none does. every(m) of an index in blocks of m is itself. Raises CacheError for an m below 1 and, unless it is
+        that, for an index in blocks of another size, with a selection, a draft or slots to store at, packed, or without
+        a table of blocks of m.
         """
         m = check_integer("CacheIndex.every", m, 1)
         if m == self.positions_per_column:
             return self
-        if (
-            self.positions_per_column != 1
-            or self.selected_columns is not None
-            or self.store_slots is not None
-            or self.kind == "packed"
-        ):
-            raise CacheError(
-                f"CacheIndex.every({m})", repr(self), "an index of positions, unpacked, no selection or draft"
-            )
-        if self.kind == "tabled" and m not in dict(self.every_tables):
-            raise CacheError(
-                "CacheIndex.every", m, f"one of the tables of blocks it has: {[m for m, _ in self.every_tables]}"
-            )
+        is_plain = self.positions_per_column == 1 and self.selected_columns is None and self.store_slots is None
+        if not is_plain or self.kind == "packed":
+            expected = "an index of positions, unpacked, no selection or draft"
+            raise CacheError(f"CacheIndex.every({m})", repr(self), expected)
+        sizes = [size for size, _ in self.every_tables]
+        if self.kind == "tabled" and m not in sizes:
+            raise CacheError("CacheIndex.every", m, f"one of the tables of blocks it has: {sizes}")
         return replace(self, positions_per_column=m)
 
     def advance(self) -> CacheIndex:
-        """The index of the next token of every lane: one past the lane's greatest position, padding at 0.
+        """The index of the next token of every batch row: one past its greatest position, or 0 in a row of padding.
 
-        Keeps window and every, drops selection and draft. Where two lanes name one sequence this isn't the sequence's
-        next position: make the index there. Raises CacheError on a whole index.
+        Has the same window and every, no selection and no draft. Where two batch rows name one sequence this is not the
+        sequence's next position: make the index there. Raises CacheError on a whole index.
         """
         if self.kind != "tabled":
-            raise CacheError("CacheIndex.advance", repr(self), "an index over a table: a whole one keeps nothing")
-        after = mx.maximum(self.effective_positions.max(axis=1, keepdims=True), -1) + 1
-        return replace(self, token_positions=after, selected_columns=None, store_slots=None, draft_mask=None)
+            raise CacheError("CacheIndex.advance", repr(self), "an index over a table: a whole one stores nothing")
+        next_positions = mx.maximum(self.effective_positions.max(axis=1, keepdims=True), -1) + 1
+        return self._with_token_positions(next_positions)
 
     def with_positions(self, pos: Any) -> CacheIndex:
-        """The index of other tokens of these lanes, at positions pos int32 [batch, seq], without selection and draft.
+        """The index of other tokens of these batch rows, at positions pos int32 [batch, seq], without selection and
+        draft.
 
-        The constructors of runs place tokens by their number; a step that continues some of them places its own. Raises
-        CacheError for another number of lanes, or on a whole index, whose tokens are its columns.
+        `rows` places tokens at the first positions; a step that continues sequences places its own. Raises CacheError
+        for another number of batch rows, or on a whole index, whose tokens are its columns.
         """
         if self.table is None:
-            raise CacheError("CacheIndex.at", repr(self), "an index over a table")
-        pos = as_int32("CacheIndex.at: pos", pos, [self.batch, "seq"])
-        return replace(self, token_positions=pos, selected_columns=None, store_slots=None, draft_mask=None)
+            raise CacheError("CacheIndex.with_positions", repr(self), "an index over a table")
+        return self._with_token_positions(as_int32("CacheIndex.with_positions: pos", pos, [self.batch, "seq"]))
 
     def limit_context(self, context: int) -> CacheIndex:
         """The index that reads only the first `context` columns; the caller promises that positions fit.
 
         A token past them stores nothing. Tables of blocks of m keep the ⌈context / m⌉ blocks those positions need. An
-        index of `rows` keeps its runs and stays a slice of the pool, and `walk` says so: without a narrow, a rows
-        index walks as any table of its shape and reads by gathers once it is rebuilt. Raises CacheError for a context
-        outside 1 to the table's, or a whole index.
+        index of `rows` keeps its runs and stays a slice of the pool, and `walk` says so: without limit_context, an
+        index of `rows` walks as any table of its shape and reads by gathers once it is rebuilt. Raises CacheError for a
+        context outside 1 to the table's, a ring, or a whole index.
         """
         if self.table is None or self.is_ring:
-            raise CacheError("CacheIndex.narrow", repr(self), "an index over a table, no ring")
-        context = check_integer("CacheIndex.narrow", context, 1, self.table.shape[1])
-        blocks = tuple((m, table[:, : -(-context // m)]) for m, table in self.every_tables)
-        return replace(
-            self, table=self.table[:, :context], every_tables=blocks, run_in_signature=self.run_stride is not None
-        )
+            raise CacheError("CacheIndex.limit_context", repr(self), "an index over a table, no ring")
+        context = check_integer("CacheIndex.limit_context", context, 1, self.table.shape[1])
+        blocks = tuple((m, table[:, : ceil_div(context, m)]) for m, table in self.every_tables)
+        has_runs = self.run_stride is not None
+        return replace(self, table=self.table[:, :context], every_tables=blocks, run_in_signature=has_runs)
 
     def as_ring(self) -> CacheIndex:
-        """The index whose columns come round again, for sequences longer than the table that attend through a window.
+        """The index whose columns are used again, for sequences longer than the table that attend through a window.
 
-        Position p has column p mod context, and a column stands at the last position up to the lane's greatest (under
-        a draft: before its least) that has it. So a table of as many columns as the window has positions, and one more
-        for each further token of a call, holds all that is seen, however long the sequences: `mask` and what needs it
-        raise CacheError without a window, or for a larger one. The lanes of one sequence count as one call. Positions
-        aren't bounded. Raises CacheError for an index that is whole, has tables of blocks, or selects.
+        Position p has column p mod context, and a column is at the last position up to the row's greatest (under a
+        draft: before its least) that has it. So a table of as many columns as the window has positions, and one more
+        for each further token of a call, holds all that tokens attend to, however long the sequences: `mask` and what
+        needs it raise CacheError without a window, or for a larger one. The batch rows of one sequence count as one
+        call. Positions have no bound. Raises CacheError for an index that is whole, has a limited context or tables of
+        blocks, or selects.
         """
-        if self.table is None or self.every_tables or self.selected_columns is not None or self.run_in_signature:
-            raise CacheError("CacheIndex.ring", repr(self), "an index over a table, whole, without blocks or selection")
+        has_blocks = bool(self.every_tables)
+        if self.table is None or has_blocks or self.selected_columns is not None or self.run_in_signature:
+            expected = "an index over a whole table, without blocks or a selection"
+            raise CacheError("CacheIndex.as_ring", repr(self), expected)
         return replace(self, is_ring=True)
 
     def for_heads(self, num_heads: int, head_span: int) -> CacheIndex:
-        """The index over pools [n · slots, dim] that keep n heads apart, its lanes the batch · n pairs (lane, head).
+        """The index over pools [num_heads · slots, dim] that keep heads apart; its batch rows are the pairs
+        (row, head).
 
-        Slots come in blocks of `block`, and in the pool a block of each head follows the other: head h of slot s is at
-        (s // block · n + h) · block + s mod block. With block the number of slots that is h · slots + s. The pool's
-        slots are whole blocks. extend takes values [batch · n, seq, dim], or [batch, n, seq, dim] as they are, and
-        gives seen [batch · n, context, dim], which reshapes to [batch, n, context, dim] without a copy. An index of
-        `rows` without tables of blocks stays a slice of the pool where block is its context before any narrow: then
-        the pool is [batch, n, context, dim] as it lies. Raises CacheError for an n or a block below 1.
+        head_span slots of a head lie together, and those of the next head follow: head h of slot s is row
+        (s // head_span · num_heads + h) · head_span + s mod head_span of the pool; with the number of slots as
+        head_span that is h · slots + s. The number of slots is a multiple of head_span. extend takes values
+        [batch · num_heads, seq, dim] or [batch, num_heads, seq, dim], and returns seen [batch · num_heads, context,
+        dim], which reshapes to [batch, num_heads, context, dim] without a copy. An index of `rows` without tables of
+        blocks stays a slice of the pool where head_span is its context before limit_context: then the pool is
+        [batch, num_heads, context, dim] in memory. Raises CacheError for a num_heads or a head_span below 1.
         """
         return head_index.index_for_heads(self, num_heads, head_span)
 
     def for_key_value_pool(self, value_offset: int) -> CacheIndex:
-        """The index over pools that hold two such pools, the second one `apart` rows after the first, as keys and
-        values of all heads: its lanes are those over the first, then those over the second.
+        """The index over pools that hold two such pools, the second from row value_offset on, as keys and values; its
+        batch rows are those over the first, then those over the second.
 
-        The first pool has exactly `apart` rows. extend takes values [2 · batch, seq, ...], and gives seen so. What was
-        a slice of the pool stays one where the second pool follows the runs of the first at once. Raises CacheError for
-        a negative apart, or an index with tables of blocks.
+        The first pool has exactly value_offset rows. extend takes values [2 · batch, seq, ...], and returns seen
+        likewise. A slice of the pool stays one where the second pool follows the runs of the first immediately. Raises
+        CacheError for a negative value_offset, or an index with tables of blocks.
         """
         return head_index.index_for_key_value_pool(self, value_offset)
 
     def with_spare_row(self, pool_row: int) -> CacheIndex:
-        """The index for pools whose row `row` nobody reads: what would be stored nowhere is stored there.
+        """The index for pools of which nothing reads the row pool_row: values without a slot are stored there.
 
-        A write is then one scatter; without a spare row it takes two, since MLX can't drop a store. No table may name
+        A write is then one scatter; without a spare row it takes two, since MLX cannot drop a store. No table may name
         the row. Raises CacheError for a negative row.
         """
-        return replace(self, spare_row=check_integer("CacheIndex.spare", pool_row, 0, INT32_MAX))
+        return replace(self, spare_row=check_integer("CacheIndex.with_spare_row", pool_row, 0, INT32_MAX))
 
     # The call's tokens
 
     @property
     def batch(self) -> int:
-        """The number of lanes."""
+        """The number of batch rows."""
         return self.token_positions.shape[0]
 
     @property
     def seq(self) -> int:
-        """The number of tokens of each lane, padding included."""
+        """The number of tokens of each batch row, padding included."""
         return self.token_positions.shape[1]
 
     @property
     def context(self) -> int:
         """The number of columns: the table's width (and seq under a draft), or a whole index's tokens or blocks."""
         if self.table is None:
-            return -(-self.seq // self.positions_per_column)
+            return ceil_div(self.seq, self.positions_per_column)
         return self.batch_table.shape[1] + (0 if self.draft_mask is None else self.seq)
 
     def positions(self) -> mx.array:
         """The tokens' positions, int32 [batch, seq], padding 0, at most the last column of the positions' table.
 
-        For rotating, and for indexing a table of position embeddings. The same whatever `every`.
+        For rotary embeddings, and for indexing a table of position embeddings. The same whatever `every`.
         """
         if self.is_ring:
             return mx.maximum(self.effective_positions, 0)
-        return mx.clip(
-            self.effective_positions, 0, see.last_index(self.seq if self.table is None else self.table.shape[1])
-        )
+        width = self.seq if self.table is None else self.table.shape[1]
+        return mx.clip(self.effective_positions, 0, last_index(width))
 
     # Pools
 
     def extend(self, values: Any, pool: Any, *, zero_unseen: bool = True) -> tuple[mx.array, mx.array]:
-        """(seen, pool'): values [batch, seq, ...] stored in pool [slots, ...], and what the tokens attend over.
+        """Stores values [batch, seq, ...] in pool [slots, ...] and reads what the tokens attend over: (seen, pool').
 
-        pool' differs from pool in the slots the tokens address alone. It takes pool's memory, at the cost of the
-        call's tokens, when nobody else holds pool at evaluation: let `Pools` own it, and give each pool to one extend
-        a step. seen, [batch, context, ...], is read from pool', zero in the columns that no token of the lane sees or
-        that have no slot; under a selection [batch, seq, k, ...]; under a draft the table's columns, then values. On a
-        whole index pool' is pool and seen is values, or what every or select make of them. zero=False is as in read.
-        Raises CacheError for values of another shape or dtype than the pool's.
+        pool' differs from pool only in the slots that the tokens address. It takes pool's memory, at the cost of the
+        call's tokens, when nothing else refers to pool at evaluation: let `Pools` own it, and pass each pool to one
+        extend a step. seen, [batch, context, ...], is read from pool', zero in the columns that no token of the batch
+        row attends to or that have no slot; under a selection [batch, seq, k, ...]; under a draft the table's columns,
+        then values. On a whole index pool' is pool and seen is values, under every or a selection the values at these
+        columns. zero_unseen=False is as in read. Raises CacheError for values of another shape or dtype than the
+        pool's.
         """
         values, pool = self._checked_arrays("CacheIndex.extend", values, pool)
         pool = self._write(values, pool)
@@ -368,123 +361,189 @@ class CacheIndex:
             return mx.concatenate([self._read(pool, zero_unseen), values], axis=1), pool
         if self.selected_columns is None and self.positions_per_column == 1:
             return values, pool
-        return read_rows(
-            values.reshape(self.batch * self.seq, *pool.shape[1:]), self.column_slots, self.read_mask
-        ), pool
+        flat_values = values.reshape(self.batch * self.seq, *pool.shape[1:])
+        return read_rows(flat_values, self.column_slots, self.read_mask), pool
 
     def write(self, values: Any, pool: Any) -> mx.array:
         """The pool' of extend alone."""
-        values, pool = self._checked_arrays("CacheIndex.store", values, pool)
+        values, pool = self._checked_arrays("CacheIndex.write", values, pool)
         return self._write(values, pool)
 
     def read(self, pool: Any, *, zero_unseen: bool = True) -> mx.array:
-        """The seen of extend alone, from a pool that store gave.
+        """The seen of extend alone, from a pool that write returned.
 
-        With zero=False a column that no token sees may keep what its slot holds, or what the lane's first one does: a
-        run of slots is then read by a view of the pool and nothing moves, and a table by a gather alone. That breaks
-        law 6 and is for pools that never held NaN or infinity. Raises
-        CacheError on a whole index and under a draft, whose columns are values that the pool doesn't hold.
+        With zero_unseen=False a column that no token attends to may have what its slot holds, or what the first slot of
+        the row holds: a run of slots is then read by a view of the pool, without a copy, and a table by a gather only.
+        That breaks law 6 and is for pools that never held NaN or infinity. Raises CacheError on a whole index and under
+        a draft, of whose columns the pool does not hold all.
         """
         if self.table is None or self.store_slots is not None:
-            raise CacheError(
-                "CacheIndex.read", repr(self), "an index over a table, without a draft", "Use extend here."
-            )
+            expected = "an index over a table, without a draft"
+            raise CacheError("CacheIndex.read", repr(self), expected, "Use extend here.")
         return self._read(pool if isinstance(pool, mx.array) else mx.array(pool), zero_unseen)
 
     def mask(self) -> mx.array:
-        """Which columns of seen each token sees: bool [batch, seq, context], or [batch, seq, k] under a selection."""
-        return self._mask
+        """Which columns of seen each token attends to: bool [batch, seq, context], or [batch, seq, k] if it selects."""
+        return self.visible_columns
 
     def column_positions(self) -> mx.array:
-        """The position at which each column stands, int32 [batch, context]: its own number, a block's last, or under a
-        draft and on a whole index the position of the call's token that it is. Raises CacheError for a whole index in
+        """The position of each column, int32 [batch, context]: its own number, a block's last position, or under a
+        draft and on a whole index the position of the token that the column is. Raises CacheError for a whole index in
         blocks, and under a selection."""
         if self.selected_columns is not None or (self.table is None and self.positions_per_column != 1):
-            raise CacheError("CacheIndex.stands", repr(self), "an index without a selection, and of positions if whole")
+            expected = "an index without a selection, and of positions if whole"
+            raise CacheError("CacheIndex.column_positions", repr(self), expected)
         if self.table is None:
             return self.effective_positions
-        own = mx.broadcast_to(see.table_column_positions(self), (self.batch, self.batch_table.shape[1]))
-        return own if self.draft_mask is None else mx.concatenate([own, self.effective_positions], axis=1)
+        shape = (self.batch, self.batch_table.shape[1])
+        table_positions = mx.broadcast_to(visibility.table_column_positions(self), shape)
+        if self.draft_mask is None:
+            return table_positions
+        return mx.concatenate([table_positions, self.effective_positions], axis=1)
 
     def visible(self) -> mx.array:
         """mask for mx.fast.scaled_dot_product_attention: bool [batch, 1, seq, context], or k in place of context."""
-        return self._mask[:, None]
+        return self.visible_columns[:, None]
 
     # Structure
 
     def walk(self) -> tuple[IndexSignature, list[mx.array]]:
         """(signature, leaves): what a compiled step depends on beside its shapes, hashable, and the arrays it takes.
 
-        Two indices share a compiled step exactly when their signatures agree: the case (whole, packed, tabled), whether
-        row is given, the sizes of blocks in order, every, the window, whether there are a selection and a draft, the
-        run's stride of an index that `narrow` made from rows, the spare row, whether a whole index keeps its tokens,
-        and whether columns come round. Leaves in order: row, positions, table, tables of blocks, columns, the draft's
-        slots, its sees.
+        Two indices share a compiled step exactly when their signatures agree: the kind (whole, packed, tabled), whether
+        row is there, the sizes of blocks in order, every, the window, whether there are a selection and a draft, the
+        run_stride of an index of `rows` with a limited context, the spare row, whether a whole index stores its tokens,
+        and whether it is a ring. Leaves in order: row, positions, table, tables of blocks, columns, the slots of a
+        draft or of store_at, the draft's sees.
         """
-        return walk_index(self)
+        signature = (
+            ("tokens", self.kind, self.table_row is not None, tuple(m for m, _ in self.every_tables)),
+            ("every", self.positions_per_column),
+            ("window", self.window_size),
+            ("columns", self.selected_columns is not None),
+            ("draft", self.draft_mask is not None),
+            ("run", self.run_stride if self.run_in_signature else None),
+            ("spare", self.spare_row),
+            ("store", self.table is None and self.store_slots is not None),
+            ("ring", self.is_ring),
+        )
+        leaves = [self.table_row, self.token_positions, self.table, *(table for _, table in self.every_tables)]
+        leaves += [self.selected_columns, self.store_slots, self.draft_mask]
+        return signature, [leaf for leaf in leaves if leaf is not None]
 
     @classmethod
     def from_walk(cls, signature: IndexSignature, leaves: Sequence[mx.array]) -> CacheIndex:
-        """The index of a walk, also over a step's tracers: from_walk(*index.walk()) is index."""
-        return cls(**fields_from_walk(signature, leaves))
+        """The index of a walk, also over a step's tracers: from_walk(*index.walk()) is index.
+
+        Raises CacheError for another number of leaves than the signature's.
+        """
+        (_, kind, has_row, sizes), *reports = signature
+        every, window, has_selection, has_draft, run_stride, spare_row, stores, is_ring = (
+            value for _, value in reports
+        )
+        has_table = kind == "tabled"
+        count = 1 + has_table + has_row + len(sizes) + has_selection + 2 * has_draft + stores
+        if len(leaves) != count:
+            raise CacheError("CacheIndex.from_walk", f"{len(leaves)} leaves", f"{count} for {signature}")
+        rest = iter(leaves)
+        return cls(
+            kind=kind,
+            table_row=next(rest) if has_row else None,
+            token_positions=next(rest),
+            table=next(rest) if has_table else None,
+            every_tables=tuple((m, next(rest)) for m in sizes),
+            positions_per_column=every,
+            window_size=window,
+            selected_columns=next(rest) if has_selection else None,
+            store_slots=next(rest) if has_draft or stores else None,
+            draft_mask=next(rest) if has_draft else None,
+            run_stride=run_stride,
+            run_in_signature=run_stride is not None,
+            spare_row=spare_row,
+            is_ring=is_ring,
+        )
 
     def place(self, at: mx.Device | mx.Stream | mx.DeviceType) -> CacheIndex:
-        """The index with its arrays made where `at` computes. MLX's memory is shared, so values need no move."""
+        """The index whose arrays are made where `at` computes. MLX's memory is shared, so values need no transfer."""
         if not isinstance(at, (mx.Device, mx.Stream, mx.DeviceType)):
             raise CacheError("CacheIndex.place", repr(at), "an MLX device or stream")
 
-        def move(array: mx.array | None) -> mx.array | None:
-            return None if array is None else mx.contiguous(array, stream=at)
+        def copy(array: mx.array) -> mx.array:
+            return mx.contiguous(array, stream=at)
 
-        names = ("token_positions", "table", "table_row", "selected_columns", "store_slots", "draft_mask")
-        moved: dict[str, Any] = {name: move(getattr(self, name)) for name in names}
-        return replace(self, **moved, every_tables=tuple((m, move(table)) for m, table in self.every_tables))
+        return self.map_arrays(copy, copy)
+
+    def map_arrays(
+        self, per_row: Callable[[mx.array], mx.array], per_slot: Callable[[mx.array], mx.array]
+    ) -> CacheIndex:
+        """The index with per_slot applied to the arrays of slots (tables and store_slots), and per_row to the others,
+        whose axis 0 counts batch rows."""
+
+        def mapped(function: Callable[[mx.array], mx.array], array: mx.array | None) -> mx.array | None:
+            return None if array is None else function(array)
+
+        return replace(
+            self,
+            token_positions=per_row(self.token_positions),
+            table=mapped(per_slot, self.table),
+            table_row=mapped(per_row, self.table_row),
+            every_tables=tuple((m, per_slot(table)) for m, table in self.every_tables),
+            selected_columns=mapped(per_row, self.selected_columns),
+            store_slots=mapped(per_slot, self.store_slots),
+            draft_mask=mapped(per_row, self.draft_mask),
+        )
 
     def __repr__(self) -> str:
-        parts = [self.kind, f"batch={self.batch}", f"seq={self.seq}", f"context={self.context}"]
-        parts += [f"every={self.positions_per_column}"] if self.positions_per_column != 1 else []
-        parts += [f"window={self.window_size}"] if self.window_size is not None else []
-        parts += [f"select={self.selected_columns.shape[2]}"] if self.selected_columns is not None else []
-        parts += ["ring"] if self.is_ring else []
-        parts += ["draft"] if self.draft_mask is not None else ["keep"] if self.store_slots is not None else []
-        return f"CacheIndex({', '.join(parts)})"
+        words = [self.kind, f"batch={self.batch}", f"seq={self.seq}", f"context={self.context}"]
+        words += [f"every={self.positions_per_column}"] if self.positions_per_column != 1 else []
+        words += [f"window={self.window_size}"] if self.window_size is not None else []
+        words += [f"select={self.selected_columns.shape[2]}"] if self.selected_columns is not None else []
+        words += ["ring"] if self.is_ring else []
+        if self.draft_mask is not None:
+            words.append("draft")
+        elif self.store_slots is not None:
+            words.append("store")
+        return f"CacheIndex({', '.join(words)})"
 
     # What the layers of a step share: computed once per index, not once per pool
 
-    effective_positions = cached_property(see.effective_positions)
-    batch_table = cached_property(see.batch_table)
-    _mask = cached_property(see.visible_columns)
-    read_mask = cached_property(see.read_mask)
-    slot_mapping = cached_property(see.slot_mapping)
-    column_slots = cached_property(see.column_slots)
-    safe_column_slots = cached_property(see.safe_column_slots)
+    effective_positions = cached_property(visibility.effective_positions)
+    visible_columns = cached_property(visibility.visible_columns)
+    read_mask = cached_property(visibility.read_mask)
+    batch_table = cached_property(slot_mapping.batch_table)
+    column_slots = cached_property(slot_mapping.column_slots)
+    safe_column_slots = cached_property(slot_mapping.safe_column_slots)
+    slot_mapping = cached_property(slot_mapping.slot_mapping)
+
+    def _with_token_positions(self, positions: mx.array) -> CacheIndex:
+        return replace(self, token_positions=positions, selected_columns=None, store_slots=None, draft_mask=None)
 
     def _checked_arrays(self, where: str, values: Any, pool: Any) -> tuple[mx.array, mx.array]:
         values, pool = (x if isinstance(x, mx.array) else mx.array(x) for x in (values, pool))
         if pool.ndim == 0:
             raise CacheError(where, "a pool of shape []", "an axis of slots")
-        wanted = (self.batch, self.seq, *pool.shape[1:])
-        found = values.shape
-        if values.ndim == pool.ndim + 2:  # lanes and heads apart
-            found = (found[0] * found[1], *found[2:])
-        if found != wanted or values.dtype != pool.dtype:
+        expected = (self.batch, self.seq, *pool.shape[1:])
+        shape = values.shape
+        if values.ndim == pool.ndim + 2:  # rows and heads on axes of their own
+            shape = (shape[0] * shape[1], *shape[2:])
+        if shape != expected or values.dtype != pool.dtype:
             found = f"values of shape {list(values.shape)} and {values.dtype}"
-            raise CacheError(where, found, f"{list(wanted)} and {pool.dtype}, as index and pool have them")
+            raise CacheError(where, found, f"{list(expected)} and {pool.dtype}, as index and pool have them")
         return values, pool
 
     def _write(self, values: mx.array, pool: mx.array) -> mx.array:
         if self.table is None and self.store_slots is None:
             return pool
-        return write_rows(
-            pool, self.slot_mapping, values.reshape(self.batch * self.seq, *pool.shape[1:]), self.spare_row
-        )
+        flat_values = values.reshape(self.batch * self.seq, *pool.shape[1:])
+        return write_rows(pool, self.slot_mapping, flat_values, self.spare_row)
 
-    def _read(self, pool: mx.array, zero: bool = True) -> mx.array:
-        stride = None if self.run_stride is None else -(-self.run_stride // self.positions_per_column)
+    def _read(self, pool: mx.array, zero_unseen: bool) -> mx.array:
         rows, context = self.batch_table.shape
-        if stride is None or self.selected_columns is not None or pool.shape[0] < rows * stride:
-            if zero or self.selected_columns is not None or pool.size == 0:
-                return read_rows(pool, self.column_slots, self.read_mask)
-            return mx.take(pool, mx.minimum(self.safe_column_slots, pool.shape[0] - 1), axis=0)
-        seen = view_runs(pool, rows, stride, context)
-        return zero_unseen(seen, self.read_mask) if zero else seen
+        run_stride = None if self.run_stride is None else ceil_div(self.run_stride, self.positions_per_column)
+        is_selection = self.selected_columns is not None
+        if run_stride is not None and not is_selection and pool.shape[0] >= rows * run_stride:
+            seen = view_runs(pool, rows, run_stride, context)
+            return zero_masked(seen, self.read_mask) if zero_unseen else seen
+        if zero_unseen or is_selection or pool.size == 0:
+            return read_rows(pool, self.column_slots, self.read_mask)
+        return mx.take(pool, mx.minimum(self.safe_column_slots, pool.shape[0] - 1), axis=0)

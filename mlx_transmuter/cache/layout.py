@@ -49,14 +49,14 @@ def spare_row(size: int) -> int:
 # Slots of runs and of blocks
 
 
-def run_slots(run: Any, position: Any, run_stride: int) -> Any:
+def slots_of_run(run: Any, position: Any, run_stride: int) -> Any:
     """The slot of a position of a sequence that owns one run of slots: run r begins at slot r · run_stride."""
     return run * run_stride + position
 
 
 def contiguous_table(rows: int, run_stride: int) -> np.ndarray:
     """The table int32 [rows, run_stride] of sequences that own one run of slots each, one run after another."""
-    return run_slots(np.arange(rows, dtype=np.int32)[:, None], np.arange(run_stride, dtype=np.int32), run_stride)
+    return slots_of_run(np.arange(rows, dtype=np.int32)[:, None], np.arange(run_stride, dtype=np.int32), run_stride)
 
 
 def run_table(lengths: np.ndarray, width: int, run_stride: int, *, ring: bool = False) -> np.ndarray:
@@ -67,7 +67,7 @@ def run_table(lengths: np.ndarray, width: int, run_stride: int, *, ring: bool = 
         positions = ring_position(positions, lengths - 1, width)
     has_slot = in_range(positions, lengths) & in_range(positions, run_stride)
     run = np.arange(len(lengths), dtype=np.int32)[:, None]
-    return np.where(has_slot, run_slots(run, positions, run_stride), -1).astype(np.int32)
+    return np.where(has_slot, slots_of_run(run, positions, run_stride), -1).astype(np.int32)
 
 
 def slots_of_blocks(blocks: Any, block_size: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_transmuter.cache.quantized_pool import KV_BITS, KV_GROUP_SIZES
+from mlx_transmuter.cache import CacheError, check_quantization
 from mlx_transmuter.generation.errors import GenerationError
 from mlx_transmuter.generation.logits.logits_processors import CustomProcessor
 from mlx_transmuter.generation.logits.token_selection import TokenSelection
@@ -121,10 +121,10 @@ def context(
         raise GenerationError(
             "context", "a model of embeddings", "a decoder of token ids", "leave out embed and image_token"
         )
-    whole = all(value is None or isinstance(value, int) for value in (kv_bits, kv_group_size))
-    if not whole or kv_bits not in (None, *KV_BITS) or kv_group_size not in KV_GROUP_SIZES:
-        found = f"{kv_bits!r} bits in groups of {kv_group_size!r}"
-        raise GenerationError("kv_bits", found, f"{' or '.join(map(str, KV_BITS))} bits in groups of 32, 64 or 128")
+    try:
+        check_quantization(kv_bits, kv_group_size)
+    except CacheError as error:
+        raise GenerationError(error.where, error.found, error.expected) from None
     if prefill_step_size is not None and (not isinstance(prefill_step_size, int) or prefill_step_size < 1):
         raise GenerationError("prefill_step_size", repr(prefill_step_size), "an integer of at least 1")
     named = {"num_beams": num_beams, "max_new_tokens": max_new_tokens}

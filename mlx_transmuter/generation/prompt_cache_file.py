@@ -20,8 +20,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_transmuter.cache import CacheError, KVCache
-from mlx_transmuter.cache.quantized_pool import KV_BITS, KV_GROUP_SIZES
+from mlx_transmuter.cache import CacheError, KVCache, check_quantization
+from mlx_transmuter.cache.layout import slots_of_blocks
 from mlx_transmuter.generation.errors import GenerationError
 from mlx_transmuter.program.signature import DecoderSignature
 from mlx_transmuter.runtime.module import ProgramModule
@@ -55,22 +55,16 @@ def save_prompt_cache(
     path = Path(path)
     if path.is_dir():
         raise GenerationError(str(path), "a folder", "the name of a file to write")
-    kept = kv_cache.block_manager.stored_blocks()
-    blocks = [block for _, _, block in kept]
+    stored = kv_cache.block_manager.stored_blocks()
+    tokens = np.array([block.tokens for block in stored], np.int32).reshape(len(stored), kv_cache.block_size)
     arrays: dict[str, mx.array] = {
-        "before": mx.array(np.array([before for before, _, _ in kept], np.int32)),
-        "tokens": mx.array(
-            np.array([tokens for _, tokens, _ in kept], np.int32).reshape(len(kept), kv_cache.block_size)
-        ),
+        "before": mx.array(np.array([block.before for block in stored], np.int32)),
+        "tokens": mx.array(tokens),
     }
-    slots = (
-        np.array(blocks, np.int32)[:, None] * kv_cache.block_size + np.arange(kv_cache.block_size, dtype=np.int32)
-    ).reshape(-1)
-    for name, kind, pool in zip(_past_names(module), kv_cache.pool_specs, kv_cache.pools.arrays, strict=True):
-        rows = mx.take(pool, mx.array(kv_cache.pool_rows(slots, kind.heads)), axis=0)
-        arrays[name] = (
-            rows.reshape(kind.heads, len(slots), kind.width).swapaxes(0, 1).reshape(len(slots), kind.heads * kind.width)
-        )
+    slots = slots_of_blocks([block.number for block in stored], kv_cache.block_size)
+    values = kv_cache.read_slots(slots)
+    for name, spec, value in zip(_past_names(module), kv_cache.pool_specs, values, strict=True):
+        arrays[name] = value.reshape(len(slots), spec.heads * spec.width)
     said = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
@@ -120,8 +114,7 @@ def read_header(path: str | os.PathLike[str]) -> PromptCacheHeader:
         if not 1 <= block <= 2**16:
             raise ValueError(f"blocks of {block}")
         bits, group = (int(said["kv_bits"]), int(said["kv_group_size"])) if "kv_bits" in said else (None, 64)
-        if bits not in (None, *KV_BITS) or group not in KV_GROUP_SIZES:
-            raise ValueError(f"{bits} bits in groups of {group}")
+        check_quantization(bits, group)
         return PromptCacheHeader(path, tensors, block, str(said["fingerprint"]), bits, group)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         found = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
@@ -159,11 +152,9 @@ def load_prompt_cache(header: PromptCacheHeader, kv_cache: KVCache, module: Prog
         kept = kv_cache.block_manager.restore_blocks(zip(before.tolist(), tokens.tolist(), strict=True))
     except CacheError as error:
         raise _refusal(header, str(error.found), str(error.expected)) from None
-    at = (
-        np.array(kept, np.int32)[:, None] * kv_cache.block_size + np.arange(kv_cache.block_size, dtype=np.int32)
-    ).reshape(-1)
     kv_cache.write_slots(
-        at, [arrays[name].reshape(slots, k.heads, k.width) for name, k in zip(names, kv_cache.pool_specs, strict=True)]
+        slots_of_blocks(kept, kv_cache.block_size),
+        [arrays[name].reshape(slots, k.heads, k.width) for name, k in zip(names, kv_cache.pool_specs, strict=True)],
     )
 
 

@@ -7,7 +7,7 @@ from io import StringIO
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import assert_same_bits, random_array
+from index_cases import assert_same_bits, random_array
 
 from mlx_transmuter.cache import CacheIndex
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from mlx_transmuter import generation
 from mlx_transmuter.cache import CacheError
+from mlx_transmuter.cache.layout import slots_of_blocks
 from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.model import Model
 from mlx_transmuter.runtime.decoder import CacheSession, Decoder
@@ -42,8 +43,7 @@ def computed_counts(monkeypatch):
 def poison(cache: PromptCache) -> None:
     """NaN in every row of the pools that holds no kept token: nobody may read one."""
     store = cache.kv_cache
-    blocks = np.array([block for _, _, block in store.block_manager.stored_blocks()], np.int32).reshape(-1, 1)
-    held = (blocks * store.block_size + np.arange(store.block_size)).reshape(-1)
+    held = slots_of_blocks([block.number for block in store.block_manager.stored_blocks()], store.block_size)
     arrays = store.pools.take()
     for i, kind in enumerate(store.pool_specs):
         free = np.ones(arrays[i].shape[0], bool)
@@ -330,7 +330,7 @@ def test_what_a_cache_is_not_for_is_refused(loaded):
         PromptCache(model, max_tokens=3, block=4)
     steps = generation.generate_steps(gen, [[5, 6]], [0], prompt_cache=cache)
     next(steps)
-    with pytest.raises(CacheError, match="one run at a time"):
+    with pytest.raises(CacheError, match="one session at a time"):
         generation.generate(gen, [[5, 6]], [0], prompt_cache=cache)
     with pytest.raises(GenerationError, match="a run in it"):
         cache.clear()

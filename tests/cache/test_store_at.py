@@ -69,14 +69,14 @@ def test_walk_says_it():
     again = CacheIndex.from_walk(*keeps.walk())
     assert again.walk()[0] == keeps.walk()[0]
     assert [a.tolist() for a in again.walk()[1]] == [a.tolist() for a in keeps.walk()[1]]
-    assert repr(keeps) == "CacheIndex(packed, batch=1, seq=4, context=4, keep)"
+    assert repr(keeps) == "CacheIndex(packed, batch=1, seq=4, context=4, store)"
     with pytest.raises(CacheError, match="from_walk"):
         CacheIndex.from_walk(keeps.walk()[0], index.walk()[1])
 
 
 def test_a_column_of_a_whole_index_stands_at_its_tokens_position():
     assert CacheIndex.packed(5, [[2, 2]]).column_positions().tolist() == [[-1, 0, 1, 0, 1]]
-    with pytest.raises(CacheError, match="stands"):
+    with pytest.raises(CacheError, match="column_positions"):
         CacheIndex.whole(1, 4).every(2).column_positions()
 
 

@@ -156,7 +156,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def keep(self, data):
         sequence = self.pick(data)
         if self.first.get(sequence):
-            with pytest.raises(CacheError, match=r"Slots\.keep: found a sequence without the slots of its first"):
+            with pytest.raises(
+                CacheError, match=r"BlockManager\.store_prefix: found a sequence without the slots of its first"
+            ):
                 self.slots.store_prefix(sequence)
             return
         self.slots.store_prefix(sequence)
@@ -262,7 +264,7 @@ def test_a_full_pool_says_how_many_were_wanted_and_how_many_there_are():
     slots = BlockManager(8, 4)
     sequence, _ = slots.open()
     slots.append(sequence, 3)
-    with pytest.raises(CacheError, match=r"8 slots wanted and 4 of 8 free.*To fix it:.*grow the slots"):
+    with pytest.raises(CacheError, match=r"8 slots needed and 4 of 8 free.*To fix it:.*grow the slots"):
         slots.append(sequence, [1] * 6)
     assert slots.length(sequence) == 3
     slots.grow(12)
@@ -324,7 +326,7 @@ def test_tokens_may_be_told_when_they_are_kept():
 )
 def test_wrong_blocks_are_not_restored_and_none_of_them_stays(kept):
     slots = BlockManager(6, 2)
-    with pytest.raises(CacheError, match=r"Slots\.restore"):
+    with pytest.raises(CacheError, match=r"BlockManager\.restore_blocks"):
         slots.restore_blocks(kept)
     assert (slots.stored_blocks(), slots.free_slots, slots.evictable_slots) == ([], 6, 0)
 
@@ -371,7 +373,7 @@ def test_a_path_of_a_draft_is_adopted_in_its_slots():
     shared = slots.fork(sequence)
     kept = store_prompt(slots, [9])
     for other, places in ((shared, [0]), (kept, [0]), (sequence, [0]), (kept, [0, 0]), (kept, [1])):
-        with pytest.raises(CacheError, match=r"Slots\.adopt"):
+        with pytest.raises(CacheError, match=r"BlockManager\.accept_draft"):
             slots.accept_draft(sequence, other, places)
     wide = BlockManager(4, 2)
     pair = wide.open()[0], wide.open()[0]

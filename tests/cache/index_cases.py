@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from brute import ReferenceIndex
 from hypothesis import strategies as st
+from reference_index import ReferenceIndex
 
 from mlx_transmuter.cache import CacheIndex
 

@@ -1,4 +1,4 @@
-"""Pools: what a step may do with them, and that a write costs the call's tokens whatever the number of slots."""
+"""Pools: what a step may do with them, and the memory of a write, which does not depend on the number of slots."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import gc
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import assert_same_bits
+from index_cases import assert_same_bits
 
 from mlx_transmuter.cache import CacheError, CacheIndex, Pools
 
 FEW, MANY = 2_000, 200_000
 WIDTH = 8
 
-# A write costs the call's tokens, and never the slots
+# The memory of a write depends on the call's tokens, not on the slots
 
 
-def run_index(slots: int, dropped: bool) -> CacheIndex:
+def index_of_runs(slots: int, dropped: bool) -> CacheIndex:
     index = CacheIndex.rows(slots // 2, [3, 0]).limit_context(64).window(5)
     return index if not dropped else CacheIndex.from_walk(index.walk()[0], [index.walk()[1][0] - 9, index.walk()[1][1]])
 
 
-def paged_index(slots: int, dropped: bool) -> CacheIndex:
+def index_of_blocks(slots: int, dropped: bool) -> CacheIndex:
     """Two of four tokens are dropped: a padding token, and one whose column has no slot."""
     table = np.array([[slots - 1, 4, 9, 17], [3, 7, slots // 2, -1]])
     return CacheIndex.make([[-1, 2], [1, 3]] if not dropped else [[-1, 4], [-2, 3]], table)
@@ -34,7 +34,7 @@ def shared_sequence_index(slots: int, dropped: bool) -> CacheIndex:
 
 
 def heads_index(slots: int, dropped: bool) -> CacheIndex:
-    return paged_index(slots // 4, dropped).for_heads(4, 50)
+    return index_of_blocks(slots // 4, dropped).for_heads(4, 50)
 
 
 def draft_index(slots: int, dropped: bool) -> CacheIndex:
@@ -48,27 +48,29 @@ def every_index(slots: int, dropped: bool) -> CacheIndex:
 
 
 @pytest.mark.usefixtures("compiling")
-@pytest.mark.parametrize("dropped", [False, True], ids=["kept", "all dropped"])
-@pytest.mark.parametrize("form", [run_index, paged_index, shared_sequence_index, heads_index, draft_index, every_index])
-def test_a_compiled_step_needs_no_more_memory_for_more_slots(form, dropped: bool):
-    """Keys and values of a layer, written and read: beside the pools the step holds what its few tokens need."""
+@pytest.mark.parametrize("dropped", [False, True], ids=["stored", "all dropped"])
+@pytest.mark.parametrize(
+    "make_index", [index_of_runs, index_of_blocks, shared_sequence_index, heads_index, draft_index, every_index]
+)
+def test_a_compiled_step_needs_no_more_memory_for_more_slots(make_index, dropped: bool):
+    """A step that writes and reads the keys and values of a layer allocates only what its few tokens need."""
     extra = {}
     for slots in (FEW, MANY):
-        index = form(slots, dropped)
+        index = make_index(slots, dropped)
         signature, leaves = index.walk()
 
         @mx.compile
         def step(pools, leaves, values, signature=signature):
             index = CacheIndex.from_walk(signature, leaves)
-            (seen, keys), (also, held) = (index.extend(values, pool) for pool in pools)
-            return [seen.sum(), also.sum()], [keys, held]
+            (seen_keys, keys), (seen_values, stored_values) = (index.extend(values, pool) for pool in pools)
+            return [seen_keys.sum(), seen_values.sum()], [keys, stored_values]
 
         shape = (slots, WIDTH)
         pools = Pools([mx.full(shape, i, mx.float32) for i in (1, 2)])
         pools.evaluate()
         values = mx.ones((index.batch, index.seq, WIDTH))
         mx.eval(leaves, values)
-        most = 0
+        peak = 0
         for _ in range(4):
             gc.collect()
             mx.synchronize()
@@ -77,60 +79,59 @@ def test_a_compiled_step_needs_no_more_memory_for_more_slots(form, dropped: bool
             out, new = step(pools.take(), leaves, values)
             pools.put(new)
             pools.evaluate(*out)
-            most = max(most, mx.get_peak_memory() - before)
+            peak = max(peak, mx.get_peak_memory() - before)
             del out
-        extra[slots] = most
+        extra[slots] = peak
         size = slots * WIDTH * 4
         before = np.repeat(np.float32([[1], [2]])[..., None], slots, axis=1)
         changed = [np.array(pool) != old for pool, old in zip(pools.arrays, before, strict=True)]
-        assert sum(c.sum() for c in changed) == (0 if dropped else _num_written_rows(form) * WIDTH)
+        assert sum(c.sum() for c in changed) == (0 if dropped else _num_written_rows(make_index) * WIDTH)
     step_size = 2 * WIDTH * 4 * index.batch * (index.seq + 64)
     assert extra[MANY] < 8 * step_size < size / 4
     assert extra[MANY] < extra[FEW] + step_size
 
 
-def _num_written_rows(form) -> int:
-    """How many rows of the second pool the form's tokens change (the first one holds ones already, as they do)."""
-    return {run_index: 3, paged_index: 2, shared_sequence_index: 2, heads_index: 8, draft_index: 2, every_index: 1}[
-        form
-    ]
+def _num_written_rows(make_index) -> int:
+    """How many rows of the second pool the tokens change (the first pool already has ones, which the tokens store)."""
+    return {
+        index_of_runs: 3,
+        index_of_blocks: 2,
+        shared_sequence_index: 2,
+        heads_index: 8,
+        draft_index: 2,
+        every_index: 1,
+    }[make_index]
 
 
-def test_a_copy_of_rows_and_a_longer_pool_hold_one_pool_more_at_most():
-    """copy writes in place; grow holds one grown pool beside the old ones."""
+def test_a_copy_of_rows_is_made_in_place():
     pools = Pools([mx.full((MANY, WIDTH), i, mx.float32) for i in range(3)])
     pools.evaluate()
-    size = MANY * WIDTH * 4
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     pools.copy_rows([0, 1], [5, MANY - 1])
     assert mx.get_peak_memory() - before < 65536
-    mx.reset_peak_memory()
-    pools.grow(2 * MANY)
-    assert mx.get_peak_memory() - before < 4 * size + 2 * size + 65536
-    assert mx.get_active_memory() - before < 3 * size + 65536
 
 
-# Given away for good
+# Taken and put back
 
 
 def two_pools() -> Pools:
     return Pools([mx.zeros((4, 2)), mx.ones((4, 3), mx.float16)])
 
 
-def test_pools_come_back_after_a_step():
+def test_pools_can_be_put_back_after_a_step():
     pools = two_pools()
     pools.put([pool + 1 for pool in pools.take()])
     pools.evaluate()
     assert_same_bits(pools.arrays[0], np.ones((4, 2), np.float32))
     assert_same_bits(pools.arrays[1], np.full((4, 3), 2, np.float16))
-    assert (len(pools), pools.num_slots) == (2, 4)
+    assert len(pools) == 2
 
 
 @pytest.mark.parametrize(
-    "use", [Pools.take, Pools.evaluate, lambda p: p.arrays, lambda p: p.grow(8), lambda p: p.copy_rows([0], [1])]
+    "use", [Pools.take, Pools.evaluate, lambda pools: pools.arrays, lambda pools: pools.copy_rows([0], [1])]
 )
-def test_given_away_pools_are_gone_and_the_error_shows_the_mend(use):
+def test_the_error_of_pools_that_were_taken_shows_the_right_code(use):
     pools = two_pools()
     pools.take()
     with pytest.raises(CacheError, match=r"Wrong: .*Right: new = step\(pools\.take\(\), x\)") as raised:
@@ -139,7 +140,7 @@ def test_given_away_pools_are_gone_and_the_error_shows_the_mend(use):
     assert "new pools" in raised.value.do
 
 
-def test_pools_are_gone_after_a_step_that_failed():
+def test_a_failed_step_leaves_no_pools():
     pools = two_pools()
 
     def step(arrays):
@@ -151,7 +152,7 @@ def test_pools_are_gone_after_a_step_that_failed():
         pools.take()
 
 
-def test_pools_are_gone_after_an_evaluation_that_failed(monkeypatch):
+def test_a_failed_evaluation_leaves_no_pools(monkeypatch):
     pools = two_pools()
 
     def broken(*arrays):
@@ -164,24 +165,25 @@ def test_pools_are_gone_after_an_evaluation_that_failed(monkeypatch):
         pools.take()
 
 
-def test_a_second_reference_is_found_at_put():
-    """A name for the list, for one array, or for the arrays that made the pools: each would make the write a copy."""
+def test_put_refuses_pools_that_something_still_refers_to():
+    """A reference to the list, to one array, or to the arrays that made the pools would make the write a copy."""
     first = mx.zeros((4, 2))
     pools = Pools([first])
-    with pytest.raises(CacheError, match=r"old pools \[0\] held elsewhere"):
+    with pytest.raises(CacheError, match=r"references to the old pools \[0\]"):
         pools.put([pool + 1 for pool in pools.take()])
     pools = two_pools()
-    kept = pools.take()
-    with pytest.raises(CacheError, match=r"old pools \[0, 1\] held elsewhere"):
-        pools.put([pool + 1 for pool in kept])
+    taken = pools.take()
+    with pytest.raises(CacheError, match=r"references to the old pools \[0, 1\]"):
+        pools.put([pool + 1 for pool in taken])
     pools = two_pools()
-    kept = pools.arrays[1]
-    with pytest.raises(CacheError, match=r"old pools \[1\] held elsewhere"):
+    second = pools.arrays[1]
+    with pytest.raises(CacheError, match=r"references to the old pools \[1\]"):
         pools.put([pool + 1 for pool in pools.take()])
+    assert_same_bits(second, np.ones((4, 3), np.float16))
 
 
-def test_put_empties_the_list_it_is_given():
-    """So that the caller's name for the new pools holds none of them at the next step."""
+def test_put_empties_the_list_of_new_pools():
+    """So that the caller's list does not refer to the new pools at the next step."""
     pools = two_pools()
     for _ in range(2):
         new = [pool + 1 for pool in pools.take()]
@@ -189,15 +191,15 @@ def test_put_empties_the_list_it_is_given():
         assert new == []
 
 
-def test_a_step_may_give_a_pool_back_as_it_is():
+def test_a_step_may_return_a_pool_unchanged():
     pools = two_pools()
     pools.put(pools.take())
     assert_same_bits(pools.arrays[0], np.zeros((4, 2), np.float32))
 
 
-def test_put_takes_only_what_was_taken():
+def test_put_refuses_pools_that_were_not_taken_or_differ_in_shape():
     pools = two_pools()
-    with pytest.raises(CacheError, match="nobody took"):
+    with pytest.raises(CacheError, match="not taken"):
         pools.put([mx.zeros((4, 2)), mx.ones((4, 3), mx.float16)])
     for new in (
         [mx.zeros((4, 2))],
@@ -207,14 +209,14 @@ def test_put_takes_only_what_was_taken():
         pools = two_pools()
         pools.take()
         with pytest.raises(
-            CacheError, match=r"\[4, 2\] mlx\.core\.float32, \[4, 3\] mlx\.core\.float16, as they were given"
+            CacheError, match=r"\[4, 2\] mlx\.core\.float32, \[4, 3\] mlx\.core\.float16, as they were taken"
         ):
             pools.put(new)
 
 
 @pytest.mark.usefixtures("compiling")
-def test_running_ahead_does_not_copy():
-    """evaluate(wait=False) returns early; the next one waits first, so no write meets an unfinished read."""
+def test_an_evaluation_without_waiting_does_not_copy():
+    """evaluate(wait=False) returns early; the next one waits first, so that no write meets an unfinished read."""
     index = CacheIndex.make([[1]], [[5, 3]])
     signature, leaves = index.walk()
 
@@ -237,42 +239,17 @@ def test_running_ahead_does_not_copy():
     assert mx.get_peak_memory() - before < MANY * WIDTH
 
 
-def test_grow_adds_empty_slots_at_the_end():
-    """Each pool by its own rows a slot, no slot loses what it holds; fewer slots or other rows are errors."""
-    pools = Pools([mx.ones((4, 2)), mx.ones((12, 3), mx.float16)], num_slots=4)
-    pools.grow(6)
-    assert_same_bits(pools.arrays[0], np.concatenate([np.ones((4, 2), np.float32), np.zeros((2, 2), np.float32)]))
-    assert_same_bits(pools.arrays[1], np.concatenate([np.ones((12, 3), np.float16), np.zeros((6, 3), np.float16)]))
-    assert pools.num_slots == 6
-    pools.put([pool * 1 for pool in pools.take()])
-    with pytest.raises(CacheError, match="at least 6"):
-        pools.grow(5)
-    with pytest.raises(CacheError, match="multiple of 4 slots"):
-        Pools([mx.ones((4, 2)), mx.ones((6, 2))]).grow(8)
-
-
-def test_grown_pools_keep_what_an_index_by_heads_reads():
-    """With blocks smaller than the pool the heads of the old slots stay where they were."""
-    rng = np.random.default_rng(6)
-    values = rng.standard_normal((3, 2, 5)).astype(np.float32)
-    index = CacheIndex.make([[0, 1]], [[6, 3]]).for_heads(3, 4)
-    pools = Pools([mx.zeros((8 * 3, 5))], num_slots=8)
-    pools.put([index.write(values, pool) for pool in pools.take()])
-    pools.grow(16)
-    assert_same_bits(index.read(pools.arrays[0]), values)
-
-
-def test_copy_moves_rows():
+def test_copy_rows_copies_rows_of_each_pool():
     pools = Pools([mx.arange(5, dtype=mx.int32), mx.arange(10, dtype=mx.float32).reshape(5, 2)])
     pools.copy_rows([0, 4], [3, 1])
     assert_same_bits(pools.arrays[0], np.int32([0, 4, 2, 0, 4]))
     assert_same_bits(pools.arrays[1][:, 0], np.float32([0, 8, 4, 0, 8]))
     pools.copy_rows([], [])
-    with pytest.raises(CacheError, match="targets"):
+    with pytest.raises(CacheError, match="target_rows"):
         pools.copy_rows([0], [1, 2])
 
 
-def test_dropped_pools_are_gone_and_may_be_dropped_again():
+def test_dropped_pools_cannot_be_taken_and_can_be_dropped_again():
     pools = Pools([mx.zeros((4, 2))])
     pools.drop()
     pools.drop()
