@@ -243,7 +243,7 @@ def reasons(model: ModelProto, one, tmp_path) -> list[str]:
 def test_standard_attention_whose_own_mask_ignores_the_past_declines(tmp_path):
     model = standard("causal", outside=True, kv=HEADS)
     assert reasons(model, fuse_pooled_attention, tmp_path) == [
-        "its keys and values are no cache, or its own mask doesn't count the past"
+        "its keys and values are not cached, or its own mask does not count the past"
     ]
 
 
@@ -254,7 +254,7 @@ def test_grouped_attention_with_a_bias_that_is_no_slope_declines(tmp_path):
     model.graph.node.insert(list(model.graph.node).index(node), squared)
     node.input[0] = "squared"
     assert reasons(model, lower_group_query_attention, tmp_path) == [
-        "the mask adds numbers that are no slope on the distance"
+        "the mask adds numbers that are not a slope on the distance (ALiBi)"
     ]
 
 
@@ -266,7 +266,7 @@ def test_attention_without_a_mask_declines(tmp_path):
             del node.attribute[:]
             node.attribute.append(onnx.helper.make_attribute("num_heads", HEADS))
     found = reasons(model, fuse_pooled_attention, tmp_path)
-    assert found == ["no mask: every column is seen, also those after a token's own"]
+    assert found == ["there is no mask, so a token attends to later tokens too"]
 
 
 def test_attention_whose_scores_are_wanted_declines(tmp_path):
@@ -275,4 +275,4 @@ def test_attention_whose_scores_are_wanted_declines(tmp_path):
     node.output.append("scores")
     model.graph.output.append(onnx.helper.make_tensor_value_info("scores", TensorProto.FLOAT, None))
     found = reasons(model, fuse_pooled_attention, tmp_path)
-    assert found == ["its cache is a buffer with a length, or its scores are wanted"]
+    assert found == ["its cache is a buffer with a length, or its scores are an output"]

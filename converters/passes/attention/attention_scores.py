@@ -1,29 +1,32 @@
 """Scores: what a softmax of attention is taken of, read off the nodes before it.
 
 Exporters scale queries, keys, scores, or scores with their mask; they bound scores, mask them several times, subtract
-their largest, and put a column of sinks beside them. All of that is one form: factor · (q · kᵀ), bounded, with masks
-that each have a factor of their own.
+their largest, and put a column of sinks beside them. All of that is one form: scale · (q · kᵀ), with a softcap, and
+masks that each have a factor of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.constant_factors import strip_constant_factor, strip_constant_factors
 from mlx_transmuter.converters.graph.shape_probe import ShapeProbe
+from mlx_transmuter.converters.passes.attention.attention_context import (
+    BROADCAST_OPS,
+    AttentionContext,
+    UnsupportedAttention,
+)
 from mlx_transmuter.converters.passes.attention.cache_pair_views import CachePairView
-from mlx_transmuter.converters.passes.attention.masks import HIDDEN_THRESHOLD, ScoreMask
-
-_PASSTHROUGH_OPS = ("Cast", "Identity", "Dropout")
-_BROADCAST_OPS = ("Reshape", "Expand", "Unsqueeze", "Squeeze", "Transpose", "Cast", "Identity", "Tile")
+from mlx_transmuter.converters.passes.attention.score_masks import HIDDEN_THRESHOLD, AddedMask, BooleanMask, ScoreMask
+from mlx_transmuter.program import Node
 
 
 @dataclass(frozen=True)
 class AttentionScores:
     """q · kᵀ · scale, as softcap · tanh(· / softcap) where softcap is not 0, plus masks.
 
-    q: a value; keys: a part of the cache; sinks: a weight with a score of no column for each head.
+    q: a value; cached_keys: where the cache has the keys; sinks: a weight with a score of no column for each head.
     """
 
     q: str
@@ -33,150 +36,138 @@ class AttentionScores:
     masks: tuple[ScoreMask, ...] = ()
     sinks: str | None = None
 
-    def multiply(self, factor: float) -> AttentionScores:
-        """The scores multiplied by the factor."""
-        masks = tuple(mask.multiply(factor) for mask in self.masks)
+    def scaled(self, factor: float) -> AttentionScores:
+        """Returns the scores times the factor."""
+        masks = tuple(mask.scaled(factor) for mask in self.masks)
         return replace(self, scale=self.scale * factor, softcap=self.softcap * factor, masks=masks)
 
 
-def match_scores(
-    graph: GraphView, probe: ShapeProbe, presents: Mapping[str, CachePairView], value: str
-) -> AttentionScores | str:
-    """What the value is as scores of attention, up to a number that a row's scores share, or why it is none."""
-    node = graph.producer(value)
-    unknown = f"the scores come from {node.op if node else value}"
+def match_scores(context: AttentionContext, value: str) -> AttentionScores:
+    """Returns what the value is as scores of attention, up to a number that all scores of a row share.
+
+    Raises UnsupportedAttention for anything else.
+    """
+    node = context.graph.producer(value)
     if node is None:
-        return unknown
-    if is_op_type(node, "MatMul") or is_op_type(node, "com.microsoft.FusedMatMul"):
-        keys = find_cache_view(graph, presents, node.inputs[1])
-        if keys is None or node.attrs.get("transA", 0):
-            return "the scores' product is with something else than cached keys"
-        q, scale = strip_constant_factors(graph, node.inputs[0])
-        return AttentionScores(q, keys[0], scale * keys[1] * float(node.attrs.get("alpha", 1.0)))
-    if is_op_type(node, *_PASSTHROUGH_OPS):
-        return match_scores(graph, probe, presents, node.inputs[0])
-    if is_op_type(node, "Reshape"):
-        return (
-            match_scores(graph, probe, presents, node.inputs[0])
-            if keeps_last_two_axes(probe, node.inputs[0], value)
-            else unknown
-        )
-    if is_op_type(node, "Where"):
-        return _match_where_mask(graph, probe, presents, node)
-    if is_op_type(node, "Sub"):
-        largest = graph.producer(node.inputs[1], "ReduceMax")
-        if largest is None or largest.inputs[0] != node.inputs[0] or not _reduces_last_axis(graph, largest):
-            return unknown
-        return match_scores(graph, probe, presents, node.inputs[0])
-    if is_op_type(node, "Concat"):
-        return _match_sinks(graph, probe, presents, node)
-    if is_op_type(node, "Tanh"):
-        scores = match_scores(graph, probe, presents, node.inputs[0])
-        if isinstance(scores, str):
-            return scores
-        return unknown if scores.masks or scores.softcap or scores.sinks else replace(scores, softcap=1.0)
-    if is_op_type(node, "Add") and not any(_is_scalar_constant(graph, name) for name in node.inputs):
-        return _match_added_mask(graph, probe, presents, node) or unknown
-    if not (is_op_type(node, "Mul") or is_op_type(node, "Div")):
-        return unknown
-    chain, factor = strip_constant_factor(graph, value)
-    if chain == value or factor <= 0:
-        return unknown
-    scores = match_scores(graph, probe, presents, chain)
-    if isinstance(scores, str):
-        return scores
-    return "the scores are scaled after their sinks" if scores.sinks else scores.multiply(factor)
+        raise UnsupportedAttention(f"the scores come from {value}")
+    if node.op_type not in _MATCHERS:
+        raise _unknown(node)
+    return _MATCHERS[node.op_type](context, node)
 
 
-def _is_scalar_constant(graph: GraphView, name: str) -> bool:
-    constant = graph.constant(name)
-    return constant is not None and constant.size == 1
+def _unknown(node: Node) -> UnsupportedAttention:
+    return UnsupportedAttention(f"the scores come from {node.op}")
 
 
-def _match_added_mask(
-    graph: GraphView, probe: ShapeProbe, presents: Mapping[str, CachePairView], node
-) -> AttentionScores | None:
-    """Add(scores, mask) and Add(mask, scores)."""
-    for chain, mask in (node.inputs, node.inputs[::-1]):
-        scores = match_scores(graph, probe, presents, chain)
-        if isinstance(scores, AttentionScores) and not scores.sinks:
-            return replace(scores, masks=(*scores.masks, ScoreMask(mask, "add")))
-    return None
+def _match_key_product(context: AttentionContext, node: Node) -> AttentionScores:
+    """MatMul(q, kᵀ), and FusedMatMul with a factor."""
+    keys = context.cached_value(node.inputs[1])
+    if keys is None or node.attrs.get("transA", 0):
+        raise UnsupportedAttention("the scores are not a product with cached keys")
+    q, scale = strip_constant_factors(context.graph, node.inputs[0])
+    return AttentionScores(q, keys[0], scale * keys[1] * float(node.attrs.get("alpha", 1.0)))
 
 
-def _match_where_mask(
-    graph: GraphView, probe: ShapeProbe, presents: Mapping[str, CachePairView], node
-) -> AttentionScores | str:
+def _match_first_input(context: AttentionContext, node: Node) -> AttentionScores:
+    """Cast(scores), Identity(scores) and Dropout(scores)."""
+    return match_scores(context, node.inputs[0])
+
+
+def _match_reshape(context: AttentionContext, node: Node) -> AttentionScores:
+    """Reshape(scores) that leaves tokens and columns."""
+    if not keeps_last_two_axes(context.probe, node.inputs[0], node.outputs[0]):
+        raise _unknown(node)
+    return match_scores(context, node.inputs[0])
+
+
+def _match_where_mask(context: AttentionContext, node: Node) -> AttentionScores:
     """Where(condition, scores, low) and Where(condition, low, scores)."""
-    for chain, low, meaning in ((node.inputs[1], node.inputs[2], "seen"), (node.inputs[2], node.inputs[1], "hidden")):
-        constant = graph.constant(low)
-        if constant is not None and constant.size == 1 and float(constant.item()) < HIDDEN_THRESHOLD:
-            scores = match_scores(graph, probe, presents, chain)
-            if isinstance(scores, str) or scores.sinks:
-                return scores if isinstance(scores, str) else "the scores are masked after their sinks"
-            return replace(scores, masks=(*scores.masks, ScoreMask(node.inputs[0], meaning, float(constant.item()))))
-    return "the scores are chosen by a Where that is no mask"
+    condition, if_true, if_false = node.inputs
+    for scores_name, low_name, visible in ((if_true, if_false, True), (if_false, if_true, False)):
+        low = context.graph.scalar(low_name)
+        if low is not None and float(low) < HIDDEN_THRESHOLD:
+            scores = match_scores(context, scores_name)
+            if scores.sinks:
+                raise UnsupportedAttention("the scores are masked after the sinks are put beside them")
+            return replace(scores, masks=(*scores.masks, BooleanMask(condition, visible, float(low))))
+    raise UnsupportedAttention("the scores go through a Where that is not a mask")
 
 
-def _match_sinks(
-    graph: GraphView, probe: ShapeProbe, presents: Mapping[str, CachePairView], node
-) -> AttentionScores | str:
+def _match_largest_subtracted(context: AttentionContext, node: Node) -> AttentionScores:
+    """Sub(scores, ReduceMax(scores)) over the columns."""
+    largest = context.graph.producer(node.inputs[1], "ReduceMax")
+    if largest is None or largest.inputs[0] != node.inputs[0]:
+        raise _unknown(node)
+    axes = context.graph.constant(largest.inputs[1]) if len(largest.inputs) > 1 else largest.attrs.get("axes")
+    if axes is None or list(axes) != [-1] or not largest.attrs.get("keepdims", 1):
+        raise _unknown(node)
+    return match_scores(context, node.inputs[0])
+
+
+def _match_sinks(context: AttentionContext, node: Node) -> AttentionScores:
     """Concat(scores, sinks) on the last axis, the sinks a weight with a number for each head."""
-    before, after = probe.shapes(node.inputs[0]), probe.shapes(node.outputs[0])
+    before, after = context.probe.shapes(node.inputs[0]), context.probe.shapes(node.outputs[0])
     name = node.inputs[-1]
-    while (maker := graph.producer(name)) is not None and is_op_type(maker, *_BROADCAST_OPS):
-        name = maker.inputs[0]
-    weight = graph.weight(name)
+    while (producer := context.graph.producer(name, *BROADCAST_OPS)) is not None:
+        name = producer.inputs[0]
+    weight = context.graph.weight(name)
     wider = before and after and all((*b[:-1], b[-1] + 1) == a for b, a in zip(before, after, strict=True))
     if len(node.inputs) != 2 or weight is None or not before or not wider or weight.size != before[0][1]:
-        return "the scores stand beside something that is no weight of a number for each head"
-    scores = match_scores(graph, probe, presents, node.inputs[0])
-    return scores if isinstance(scores, str) or scores.sinks else replace(scores, sinks=name)
+        raise UnsupportedAttention("the scores stand beside something else than a weight with a number for each head")
+    scores = match_scores(context, node.inputs[0])
+    return scores if scores.sinks else replace(scores, sinks=name)
 
 
-def _reduces_last_axis(graph: GraphView, node) -> bool:
-    """Whether the reduction is over the last axis alone and keeps it."""
-    axes = graph.constant(node.inputs[1]) if len(node.inputs) > 1 else node.attrs.get("axes")
-    return axes is not None and list(axes) == [-1] and bool(node.attrs.get("keepdims", 1))
+def _match_softcap(context: AttentionContext, node: Node) -> AttentionScores:
+    """Tanh(scores), a softcap of 1."""
+    scores = match_scores(context, node.inputs[0])
+    if scores.masks or scores.softcap or scores.sinks:
+        raise _unknown(node)
+    return replace(scores, softcap=1.0)
+
+
+def _match_added_mask(context: AttentionContext, node: Node) -> AttentionScores:
+    """Add(scores, mask) and Add(mask, scores)."""
+    if all(context.graph.scalar(name) is None for name in node.inputs):
+        for scores_name, mask in (node.inputs, node.inputs[::-1]):
+            try:
+                scores = match_scores(context, scores_name)
+            except UnsupportedAttention:
+                continue
+            if not scores.sinks:
+                return replace(scores, masks=(*scores.masks, AddedMask(mask)))
+    raise _unknown(node)
+
+
+def _match_constant_factor(context: AttentionContext, node: Node) -> AttentionScores:
+    """Mul(scores, constant) and Div(scores, constant)."""
+    value, factor = strip_constant_factor(context.graph, node.outputs[0])
+    if value == node.outputs[0] or factor <= 0:
+        raise _unknown(node)
+    scores = match_scores(context, value)
+    if scores.sinks:
+        raise UnsupportedAttention("the scores are scaled after the sinks are put beside them")
+    return scores.scaled(factor)
+
+
+_MATCHERS: dict[str, Callable[[AttentionContext, Node], AttentionScores]] = {
+    "MatMul": _match_key_product,
+    "com.microsoft.FusedMatMul": _match_key_product,
+    "Cast": _match_first_input,
+    "Identity": _match_first_input,
+    "Dropout": _match_first_input,
+    "Reshape": _match_reshape,
+    "Where": _match_where_mask,
+    "Sub": _match_largest_subtracted,
+    "Concat": _match_sinks,
+    "Tanh": _match_softcap,
+    "Add": _match_added_mask,
+    "Mul": _match_constant_factor,
+    "Div": _match_constant_factor,
+}
 
 
 def keeps_last_two_axes(probe: ShapeProbe, before: str, after: str) -> bool:
-    """Whether both values are, in every trial, stacks of matrices of the same sizes."""
+    """Returns whether both values are, in every probe step, stacks of matrices of the same sizes."""
     old, new = probe.shapes(before), probe.shapes(after)
     return bool(old and new) and all(b[-2:] == a[-2:] for b, a in zip(old or (), new or (), strict=True))
-
-
-def strip_constant_factor(graph: GraphView, value: str) -> tuple[str, float]:
-    """The value without the constant factor that its node multiplies by or divides by, and that factor."""
-    node = graph.producer(value)
-    if node is None or not (is_op_type(node, "Mul") or is_op_type(node, "Div")):
-        return value, 1.0
-    constants = [graph.constant(name) for name in node.inputs]
-    at = next((i for i, c in enumerate(constants) if c is not None and c.size == 1), None)
-    if at is None or (is_op_type(node, "Div") and at == 0):
-        return value, 1.0
-    factor = float(constants[at].item())  # type: ignore[union-attr]
-    return node.inputs[1 - at], 1 / factor if is_op_type(node, "Div") else factor
-
-
-def strip_constant_factors(graph: GraphView, value: str) -> tuple[str, float]:
-    """The value without its constant factors, and their product."""
-    scale = 1.0
-    while (inner := strip_constant_factor(graph, value))[0] != value:
-        value, scale = inner[0], scale * inner[1]
-    return value, scale
-
-
-def find_cache_view(
-    graph: GraphView, presents: Mapping[str, CachePairView], value: str
-) -> tuple[CachePairView, float] | None:
-    """The part of the cache that the value is, repeated for the heads that share it, and its constant factor."""
-    scale = 1.0
-    while value not in presents:
-        value, factor = strip_constant_factors(graph, value)
-        scale *= factor
-        node = graph.producer(value)
-        if value in presents or node is None or not is_op_type(node, *_BROADCAST_OPS):
-            break
-        value = node.inputs[0]
-    return (presents[value], scale) if value in presents else None

@@ -1,8 +1,7 @@
-"""Group query: onnxruntime's GroupQueryAttention, which brings its own cache, rotation and mask, over the pools."""
+"""Group query attention: com.microsoft's GroupQueryAttention, with its own cache, rotation and mask, over the pools."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,19 +9,16 @@ import numpy as np
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
 from mlx_transmuter.converters.graph.node_builder import NodeBuilder
 from mlx_transmuter.converters.graph.rewriting import MatchOutcome, SkippedMatch
-from mlx_transmuter.converters.passes.attention.attention_layer import AttentionLayer, build_pooled_attention
-from mlx_transmuter.converters.passes.attention.attention_operators import build_merge_heads
+from mlx_transmuter.converters.passes.attention.attention_layer import AttentionLayer, default_scale, unpack_qkv
+from mlx_transmuter.converters.passes.attention.build_pooled_attention import build_pooled_attention
 from mlx_transmuter.converters.passes.attention.cache_pair_views import CachePairView
-from mlx_transmuter.converters.passes.attention.masks import ScoreMask
+from mlx_transmuter.converters.passes.attention.score_masks import AddedMask, CausalMask, ScoreMask, WindowMask
+from mlx_transmuter.ops import bind_inputs
 from mlx_transmuter.program import Node
 from mlx_transmuter.program.signature import CACHE_INDEX_INPUT, CachePair
 
 _OPERATOR = "com.microsoft.GroupQueryAttention"
-_INPUT_NAMES = (
-    "query", "key", "value", "past_key", "past_value", "lengths", "total", "cos", "sin", "positions", "added", "sinks",
-    "k_scale", "v_scale", "q_norm", "k_norm", "counts",
-)  # fmt: skip
-_UNSUPPORTED_INPUTS = {"k_scale", "v_scale", "counts"}
+_UNSUPPORTED_INPUTS = {"k_scale", "v_scale", "query_seqlens"}
 # Attributes that the rewrite has a form of; another one must have no effect.
 _SUPPORTED_ATTRIBUTES = {
     "num_heads", "kv_num_heads", "scale", "softcap", "local_window_size", "do_rotary", "rotary_interleaved",
@@ -41,76 +37,87 @@ _INDEX_POSITIONS = "index.positions"
 
 
 def lower_group_query_attention(graph: GraphView) -> Iterator[MatchOutcome]:
-    """GroupQueryAttention(q, k, v, past) → rotary and mlx.attention over pools, at the index's positions."""
+    """Replaces GroupQueryAttention(q, k, v, past) by rotation and mlx.attention over pools, at the index positions."""
     nodes = [node for node in graph.nodes if is_op_type(node, _OPERATOR)]
-    seen = graph.shape_probe if nodes else None
-    if seen is None or seen.signature.uses_pools:
+    probe = graph.shape_probe if nodes else None
+    if probe is None or probe.signature.uses_pools:
         return
-    entries = {entry.past: entry for entry in seen.signature.cache_pairs}
+    cache_pairs = {pair.past: pair for pair in probe.signature.cache_pairs}
     layers = []
     for node in nodes:
-        given = {name: value for name, value in zip(_INPUT_NAMES, node.inputs, strict=False) if value}
-        problem = _unsupported_reason(node, given, entries)
+        inputs = bind_inputs(node)
+        problem = _unsupported_reason(node, inputs, cache_pairs)
         if problem:
             yield SkippedMatch(node, problem)
             return
-        layers.append(_attention_layer(node, given, entries))
-    yield from build_pooled_attention(graph, seen.signature, layers)
+        layers.append(_attention_layer(node, inputs, cache_pairs))
+    yield from build_pooled_attention(graph, probe.signature, layers)
 
 
 def _unsupported_reason(node: Node, inputs: dict[str, str], cache_pairs: dict[str, CachePair]) -> str | None:
-    """Why the node can't run over pools, or None."""
-    if unknown := sorted(_UNSUPPORTED_INPUTS & inputs.keys()):
-        return f"it has {unknown[0]}"
+    """Returns why the node cannot run over pools, or None where it can."""
+    if unsupported := sorted(_UNSUPPORTED_INPUTS & inputs.keys()):
+        return f"it has the input {unsupported[0]}"
     for name, value in node.attrs.items():
         if name not in _SUPPORTED_ATTRIBUTES and value not in _NEUTRAL_ATTRIBUTE_VALUES.get(name, ()):
-            return f"its {name} is {value!r}"
-    if (
-        inputs.get("past_key") not in cache_pairs
-        or inputs.get("past_value") not in cache_pairs
-        or any(node.outputs[3:])
-    ):
-        return "its past is no input of the graph, or its scores are wanted"
+            return f"its attribute {name} is {value!r}"
+    if not all(inputs.get(name) in cache_pairs for name in ("past_key", "past_value")) or any(node.outputs[3:]):
+        return "its past is not an input of the graph, or its scores are an output"
     if ("key" in inputs) != ("value" in inputs):
-        return "it has keys or values alone"
+        return "it has only one of keys and values"
     return None
 
 
 def _attention_layer(node: Node, inputs: dict[str, str], cache_pairs: dict[str, CachePair]) -> AttentionLayer:
-    attrs, made = node.attrs, NodeBuilder(node.outputs[0])
+    attrs, builder = node.attrs, NodeBuilder(node.outputs[0])
     keys, values = CachePairView(cache_pairs[inputs["past_key"]]), CachePairView(cache_pairs[inputs["past_value"]])
-    counts = {"q": int(attrs["num_heads"]), "k": int(attrs["kv_num_heads"]), "v": int(attrs["kv_num_heads"])}
-    flat = [inputs["query"], inputs.get("key", ""), inputs.get("value", "")]
-    if not flat[1]:
-        sizes = [counts["q"] * keys.head_dim, counts["k"] * keys.head_dim, counts["v"] * values.head_dim]
-        flat = made.add_split(flat[0], sizes, ("q.flat", "k.flat", "v.flat"))
-    q, k, v = (made.add_split_heads(x, counts[part], part) for part, x in zip("qkv", flat, strict=True))
-    if "q_norm" in inputs and "k_norm" in inputs:
-        eps = float(attrs.get("qk_norm_epsilon", 1e-6))
-        q_eps, k_eps = (float(attrs.get(f"{part}_norm_epsilon", eps)) for part in "qk")
-        q = made.add_node("mlx.rms_norm", (q, inputs["q_norm"]), "q.normed", eps=q_eps)
-        k = made.add_node("mlx.rms_norm", (k, inputs["k_norm"]), "k.normed", eps=k_eps)
-    if attrs.get("do_rotary", 0):
-        places = inputs.get("positions")
-        if places is None:
-            places = _INDEX_POSITIONS
-            made.nodes.append(Node("mlx.positions", (CACHE_INDEX_INPUT,), (places,)))
-        interleaved = int(attrs.get("rotary_interleaved", 0))
-        tables = (places, inputs["cos"], inputs["sin"])
-        q, k = (
-            made.add_node("com.microsoft.RotaryEmbedding-1", (x, *tables), f"{part}.rotated", interleaved=interleaved)
-            for part, x in (("q", q), ("k", k))
-        )
+    heads, kv_heads = int(attrs["num_heads"]), int(attrs["kv_num_heads"])
+    sizes = [heads * keys.head_dim, kv_heads * keys.head_dim, kv_heads * values.head_dim]
+    q, k, v = unpack_qkv(builder, inputs, sizes)
+    q, k, v = (
+        builder.add_split_heads(x, count, name)
+        for name, x, count in (("q", q, heads), ("k", k, kv_heads), ("v", v, kv_heads))
+    )
+    q, k = _normed(node, inputs, builder, q, k)
+    q, k = _rotated(node, inputs, builder, q, k)
     window = int(attrs.get("local_window_size", -1))
-    masks = [ScoreMask("", "causal")]
-    masks += [ScoreMask("", "window", window)] if window > 0 else []
-    masks += [ScoreMask(inputs["added"], "add")] if "added" in inputs else []
-    sinks = inputs.get("sinks")
+    masks: list[ScoreMask] = [CausalMask()]
+    masks += [WindowMask(window=window)] if window > 0 else []
+    masks += [AddedMask(inputs["attention_bias"])] if "attention_bias" in inputs else []
+    sinks = inputs.get("head_sink")
     if sinks is None and attrs.get("smooth_softmax", 0) == 1:
-        sinks = made.add_constant("sinks", np.zeros(counts["q"], np.float32))
-    scale = float(attrs.get("scale", 0.0)) or 1 / math.sqrt(keys.head_dim)
-    output, after, shape = build_merge_heads(node.outputs[0])
-    return AttentionLayer(
-        node, q, k, v, keys, values, scale, output, float(attrs.get("softcap", 0.0)), tuple(masks), sinks,
-        nodes_before=tuple(made.nodes), nodes_after=after, constants=made.constants | shape,
-    )  # fmt: skip
+        sinks = builder.add_constant("sinks", np.zeros(heads, np.float32))
+    scale = float(attrs.get("scale", 0.0)) or default_scale(keys.head_dim)
+    layer = AttentionLayer(
+        node, q, k, v, keys, values, scale, node.outputs[0], float(attrs.get("softcap", 0.0)), tuple(masks), sinks
+    )
+    return layer.surrounded(builder, merges_heads=True)
+
+
+def _normed(node: Node, inputs: dict[str, str], builder: NodeBuilder, q: str, k: str) -> tuple[str, str]:
+    """Returns queries and keys after the operator's own RMS norm of each head, if it has one."""
+    if "q_norm_weight" not in inputs or "k_norm_weight" not in inputs:
+        return q, k
+    eps = float(node.attrs.get("qk_norm_epsilon", 1e-6))
+    q_eps, k_eps = (float(node.attrs.get(f"{part}_norm_epsilon", eps)) for part in "qk")
+    return (
+        builder.add_node("mlx.rms_norm", (q, inputs["q_norm_weight"]), "q.normed", eps=q_eps),
+        builder.add_node("mlx.rms_norm", (k, inputs["k_norm_weight"]), "k.normed", eps=k_eps),
+    )
+
+
+def _rotated(node: Node, inputs: dict[str, str], builder: NodeBuilder, q: str, k: str) -> tuple[str, str]:
+    """Returns queries and keys after the operator's own rotation, if it has one; without positions, at the index's."""
+    if not node.attrs.get("do_rotary", 0):
+        return q, k
+    positions = inputs.get("position_ids")
+    if positions is None:
+        positions = _INDEX_POSITIONS
+        builder.nodes.append(Node("mlx.positions", (CACHE_INDEX_INPUT,), (positions,)))
+    interleaved = int(node.attrs.get("rotary_interleaved", 0))
+    tables = (positions, inputs["cos_cache"], inputs["sin_cache"])
+    q, k = (
+        builder.add_node("com.microsoft.RotaryEmbedding-1", (x, *tables), f"{part}.rotated", interleaved=interleaved)
+        for part, x in (("q", q), ("k", k))
+    )
+    return q, k
