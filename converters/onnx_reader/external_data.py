@@ -1,51 +1,71 @@
-"""External data of an ONNX file: which files it may lie in."""
+"""External data of an ONNX file: the files and the bytes that its tensors may name."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+from onnx import TensorProto
+
 from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.folder_format import leaves_folder
+
+
+def external_data_reader(
+    proto: TensorProto, file: Path, name: str, byte_count: int
+) -> Callable[[], bytes | np.ndarray]:
+    """Returns the function that reads the `byte_count` bytes of a tensor: b"" for none, else a memory-mapped array.
+
+    file: the ONNX file. name: the tensor's, for messages. Raises ConvertError for data that is not inside a file in the
+    folder of the ONNX file.
+    """
+    entries = {entry.key: entry.value for entry in proto.external_data}
+    location = entries.get("location", "")
+    path = locate_external_data(location, file, name)
+    try:
+        offset = int(entries.get("offset") or 0)
+        length = int(entries.get("length") or byte_count)
+    except ValueError:
+        raise ConvertError(
+            file, f"external data {entries!r} of the tensor {name!r}", "a location, an offset, a length"
+        ) from None
+    size = path.stat().st_size
+    if length != byte_count or offset < 0 or offset + length > size:
+        raise ConvertError(
+            file,
+            f"the tensor {name!r} at bytes {offset} to {offset + length} of {location!r}, which has {size} bytes",
+            f"{byte_count} bytes of data inside that file",
+            "download the file again",
+        )
+    return lambda: np.memmap(path, np.uint8, "r", offset, byte_count) if byte_count else b""
 
 
 def locate_external_data(location: str, file: Path, name: str) -> Path:
-    """The path of external data. Raises ConvertError unless it lies in the folder of `file`.
+    """Returns the path of the data of the tensor `name`. Raises ConvertError unless it is a file in `file`'s folder.
 
-    The one link that is followed out of the folder is that of a Hugging Face snapshot, whose files all point into the
-    repository's own `blobs`: `models--x/snapshots/<commit>/…` to `models--x/blobs/<hash>`.
+    Links are followed inside that folder, and from a Hugging Face snapshot into its repository's blobs; see
+    `leaves_folder`.
     """
-    wrong = ConvertError(
+    refusal = ConvertError(
         file,
         f"external data at {location!r} for the tensor {name!r}",
         "a file beside the model",
-        "do not trust this model",
+        "get the model from a source that you trust",
     )
-    parts = Path(location).parts
-    if (
-        not location
-        or "\0" in location
-        or Path(location).is_absolute()
-        or ".." in parts
-        or ":" in location
-        or "\\" in location
-    ):
-        raise wrong
-    folder = Path(os.path.realpath(file.parent))
-    real = Path(os.path.realpath(folder / location))
-    if not (real.is_relative_to(folder) or real.parent in _snapshot_blobs(folder)):
-        raise wrong
+    relative = Path(location)
+    is_plain = location and not any(character in location for character in "\0:\\")
+    if not is_plain or relative.is_absolute() or ".." in relative.parts:
+        raise refusal
+    if leaves_folder(file.parent / relative, file.parent):
+        raise refusal
+    path = Path(os.path.realpath(file.parent / relative))
     try:
-        real.stat()
+        path.stat()
     except OSError as problem:
         found = f"no file {location!r}, which holds the tensor {name!r} ({problem.strerror})"
         raise ConvertError(file, found, "it beside the model", "download it too") from None
-    if not real.is_file():
-        raise wrong
-    return real
-
-
-def _snapshot_blobs(folder: Path) -> list[Path]:
-    """The blobs of the repository in whose snapshot the real path `folder` lies, if it lies in one."""
-    snapshots = next((parent for parent in folder.parents if parent.name == "snapshots"), None)
-    blobs = snapshots.parent / "blobs" if snapshots else None
-    return [blobs] if blobs and blobs.is_dir() and not blobs.is_symlink() else []
+    if not path.is_file():
+        raise refusal
+    return path

@@ -8,23 +8,24 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import ml_dtypes  # noqa: F401 numpy then knows "bfloat16"
 import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter.ops import to_device
+from mlx_transmuter.precision_options import FLOAT_DTYPES
 
-# The float types that weights of a layer may have.
-LAYER_FLOAT_TYPES = ("float32", "float16", "bfloat16")
+# The ONNX types that weights of a layer may have: those that a conversion may give them.
+LAYER_FLOAT_TYPES = FLOAT_DTYPES
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor whose data is read when asked for, so that a conversion holds one weight more than the file, not all
-    twice.
+    """A tensor whose data is read each time it is asked for.
 
-    dtype: the ONNX type's name. shape: its shape. read: gives the data as a numpy array of that shape (bfloat16 and the
-    like as ml_dtypes has them; 4-bit integers one a byte). holds: the tensors that this one was made of, each with a
-    view of it in this one's array.
+    dtype: the name of its ONNX type. shape: its sizes. read: returns the data as a numpy array of that shape, with
+    ml_dtypes' types for bfloat16 and 8-bit floats, and with an integer of 2 or 4 bits in a byte. components: the
+    tensors that this one was made of, each with the function that takes it out of an `mx.array` of this one.
     """
 
     dtype: str
@@ -34,54 +35,64 @@ class LazyTensor:
 
     @property
     def size(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
     def to_device(self) -> mx.array:
-        """The data as an `mx.array`, read now."""
+        """Reads the data into an `mx.array`."""
         return to_device(np.ascontiguousarray(self.read()).reshape(self.shape))
 
-    def transpose(self) -> LazyTensor:
-        """The tensor with its axes in reverse order."""
-        return self.permute_axes(tuple(range(len(self.shape)))[::-1])
+    def transpose(self, axes: Sequence[int] | None = None) -> LazyTensor:
+        """Returns the tensor with its axes in that order, or reversed."""
+        order = tuple(range(len(self.shape)))[::-1] if axes is None else tuple(axes)
+        inverse = tuple(int(axis) for axis in np.argsort(order))
+        shape = tuple(self.shape[axis] for axis in order)
+        view = (self, lambda array: array.transpose(inverse))
+        return LazyTensor(self.dtype, shape, lambda: self.read().transpose(order), (view,))
 
-    def permute_axes(self, axes: tuple[int, ...]) -> LazyTensor:
-        """The tensor with its axes in another order, one that undoes itself."""
-        shape = tuple(self.shape[axis] for axis in axes)
-        return LazyTensor(
-            self.dtype, shape, lambda: self.read().transpose(axes), ((self, lambda a: a.transpose(axes)),)
-        )
+    def reshape(self, shape: Sequence[int]) -> LazyTensor:
+        """Returns the tensor with its elements, in their order, in a shape of as many."""
+        view = (self, lambda array: array.reshape(self.shape))
+        return LazyTensor(self.dtype, tuple(shape), lambda: self.read().reshape(shape), (view,))
+
+    def cast(self, dtype: str) -> LazyTensor:
+        """Returns the tensor with its elements rounded to another type that numpy or ml_dtypes has."""
+        return LazyTensor(dtype, self.shape, lambda: self.read().astype(np.dtype(dtype)))
 
 
 def concatenate_tensors(tensors: Sequence[LazyTensor], axis: int = 0) -> LazyTensor:
-    """The tensors one after the other along the axis."""
-    sizes = [one.shape[axis] for one in tensors]
+    """Returns the tensors one after the other along the axis."""
+    sizes = [tensor.shape[axis] for tensor in tensors]
     ends = itertools.accumulate(sizes)
-    rows = [(*[slice(None)] * axis, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
-    holds = tuple((one, operator.itemgetter(part)) for one, part in zip(tensors, rows, strict=True))
+    places = [(*[slice(None)] * axis, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+    components = tuple((tensor, operator.itemgetter(place)) for tensor, place in zip(tensors, places, strict=True))
     shape = (*tensors[0].shape[:axis], sum(sizes), *tensors[0].shape[axis + 1 :])
-    return LazyTensor(tensors[0].dtype, shape, lambda: np.concatenate([one.read() for one in tensors], axis), holds)
+    return LazyTensor(
+        tensors[0].dtype, shape, lambda: np.concatenate([tensor.read() for tensor in tensors], axis), components
+    )
 
 
 def stack_tensors(tensors: Sequence[LazyTensor]) -> LazyTensor:
-    """The tensors side by side along a new first axis."""
-    holds = tuple((one, operator.itemgetter(i)) for i, one in enumerate(tensors))
+    """Returns the tensors side by side along a new first axis."""
+    components = tuple((tensor, operator.itemgetter(i)) for i, tensor in enumerate(tensors))
     shape = (len(tensors), *tensors[0].shape)
-    return LazyTensor(tensors[0].dtype, shape, lambda: np.stack([one.read() for one in tensors]), holds)
+    return LazyTensor(tensors[0].dtype, shape, lambda: np.stack([tensor.read() for tensor in tensors]), components)
 
 
 def shared_readers(compute: Callable[[], tuple[mx.array, ...]], count: int) -> list[Callable[[], np.ndarray]]:
-    """A function for each of the arrays that `make` gives. It runs once where they are asked for one after the other;
-    what nobody has asked for yet is all that is kept of it.
-    """
-    left: dict[int, mx.array] = {}
+    """Returns a reader for each of the `count` arrays that `compute` returns.
 
-    def part(at: int) -> Callable[[], np.ndarray]:
+    `compute` runs once where the readers are called in turn. An array is kept only until its reader has been called.
+    """
+    pending: dict[int, mx.array] = {}
+
+    def reader(index: int) -> Callable[[], np.ndarray]:
         def read() -> np.ndarray:
-            if at not in left:
-                left.update(enumerate(compute()))
-                mx.eval(list(left.values()))
-            return np.array(left.pop(at))
+            if index not in pending:
+                pending.update(enumerate(compute()))
+                mx.eval(list(pending.values()))
+            return np.array(pending.pop(index))
 
         return read
 
-    return [part(at) for at in range(count)]
+    return [reader(index) for index in range(count)]

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import onnx
-from onnx import TensorProto, numpy_helper
+from onnx import SparseTensorProto, TensorProto, numpy_helper
 
 from mlx_transmuter.converters.errors import ConvertError
-from mlx_transmuter.converters.onnx_reader.external_data import locate_external_data
+from mlx_transmuter.converters.onnx_reader.external_data import external_data_reader
 from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
 from mlx_transmuter.ops import ELEMENT_TYPE_NAMES
 
-# Bits of one element as raw data holds it; strings have no raw data.
+# ONNX type -> bits of an element in raw data. Strings have no raw data.
 ELEMENT_BITS = {
     **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 8),
     **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 16),
@@ -27,17 +26,36 @@ ELEMENT_BITS = {
     "float8_e8m0": 8,
     "complex128": 128,
 }
-
-
-# Axes are int32 in MLX, and numpy has at most 64 of them.
+# Integers that numpy has no type for; a LazyTensor reads each into a byte.
+SUB_BYTE_INTEGERS = frozenset(name for name, bits in ELEMENT_BITS.items() if bits < 8 and "int" in name)
+# Types that numpy has under ONNX's name.
+_NUMPY_TYPES = frozenset(
+    name
+    for name, bits in ELEMENT_BITS.items()
+    if name in ("float16", "float32", "float64", "bool") or ("int" in name and bits >= 8)
+)
+# Type -> the field of a TensorProto that holds its elements where they are no raw data; int32_data for the others.
+_TYPED_FIELDS = {
+    "string": "string_data",
+    **dict.fromkeys(("float32", "complex64"), "float_data"),
+    **dict.fromkeys(("float64", "complex128"), "double_data"),
+    "int64": "int64_data",
+    **dict.fromkeys(("uint32", "uint64"), "uint64_data"),
+}
+# Sizes are int32 in MLX; numpy has at most 64 axes.
 AXIS_SIZE_LIMIT = 2**31
 MAX_RANK = 32
 MAX_ELEMENTS = 2**56
+# numpy gives each text of an array the room of the longest: at most this many characters, and this many times those
+# that the file has.
+_TEXT_ALLOWANCE, _MAX_TEXT_FACTOR = 2**16, 16
 
 
 def tensor_from_proto(proto: TensorProto, file: Path, name: str | None = None) -> LazyTensor:
-    """The Tensor of a TensorProto in `file`, external data included. Raises ConvertError for data that is not there
-    whole.
+    """Returns the tensor of a TensorProto in `file`, external data included, which is read later.
+
+    name: for messages, where the tensor has none of its own. Raises ConvertError for a type or a shape that no tensor
+    has, and for data of another size.
     """
     name = name or proto.name
     dtype = ELEMENT_TYPE_NAMES.get(proto.data_type)
@@ -49,106 +67,39 @@ def tensor_from_proto(proto: TensorProto, file: Path, name: str | None = None) -
     if proto.data_location == TensorProto.EXTERNAL:
         return _external_tensor(proto, file, name, dtype, shape)
     if dtype != "string" and proto.HasField("raw_data"):
-        wanted = math.prod(shape) * ELEMENT_BITS[dtype] / 8
-        if len(proto.raw_data) != math.ceil(wanted):
-            raise ConvertError(
-                file, f"{len(proto.raw_data)} bytes of data for the tensor {name!r}", f"{math.ceil(wanted)} bytes"
-            )
+        byte_count = _byte_count(dtype, shape)
+        if len(proto.raw_data) != byte_count:
+            found = f"{len(proto.raw_data)} bytes of data for the tensor {name!r}"
+            raise ConvertError(file, found, f"{byte_count} bytes")
     elif (count := _typed_element_count(proto, dtype)) != math.prod(shape):
-        raise ConvertError(
-            file, f"{count} elements for the tensor {name!r} of shape {list(shape)}", f"{math.prod(shape)}"
-        )
+        found = f"{count} elements for the tensor {name!r} of shape {list(shape)}"
+        raise ConvertError(file, found, str(math.prod(shape)))
     if dtype == "string":
         return LazyTensor(dtype, shape, lambda: string_array([*proto.string_data], file, name).reshape(shape))
     return LazyTensor(dtype, shape, lambda: _array_from_proto(proto))
 
 
 def string_array(values: str | bytes | Sequence[str | bytes], file: Path, name: str) -> np.ndarray:
-    """The texts as a numpy array, in which each takes the room of the longest. Raises ConvertError where that is much
-    more than the file has.
+    """Returns one text as a scalar array, a list of texts as an array of rank 1, bytes decoded as UTF-8.
+
+    Raises ConvertError for texts that would take much more room in the array than in the file.
     """
-    found = [values] if isinstance(values, str | bytes) else values
-    longest, whole = max(map(len, found), default=0), sum(map(len, found))
-    if len(found) * longest > 2**16 + 16 * whole:
-        what = f"{len(found)} texts of {whole} bytes, the longest of {longest}, in the tensor {name!r}"
-        raise ConvertError(file, what, "texts of like lengths")
-    plain = [text.decode("utf-8", "replace") if isinstance(text, bytes) else text for text in found]
-    return np.array(plain, np.str_) if found is values else np.array(plain[0], np.str_)
+    texts = [values] if isinstance(values, str | bytes) else values
+    longest, total = max(map(len, texts), default=0), sum(map(len, texts))
+    limit = _TEXT_ALLOWANCE + _MAX_TEXT_FACTOR * total
+    if len(texts) * longest > limit:
+        found = f"{len(texts)} texts of {total} bytes, the longest of {longest}, in the tensor {name!r}"
+        expected = f"at most {limit} bytes for texts that all take the room of the longest"
+        raise ConvertError(file, found, expected, "export the model without such long texts")
+    decoded = [text.decode("utf-8", "replace") if isinstance(text, bytes) else text for text in texts]
+    return np.array(decoded if texts is values else decoded[0], np.str_)
 
 
-def _checked_shape(dims: Sequence[int], file: Path, name: str) -> tuple[int, ...]:
-    found = f"the tensor {name!r} of shape {list(dims[:MAX_RANK])}"
-    if len(dims) > MAX_RANK or any(not 0 <= size < AXIS_SIZE_LIMIT for size in dims):
-        raise ConvertError(file, found, f"at most {MAX_RANK} sizes of 0 to {AXIS_SIZE_LIMIT - 1}")
-    if math.prod(size or 1 for size in dims) > MAX_ELEMENTS:  # numpy's limit, which a size of 0 doesn't lift
-        raise ConvertError(file, found, f"sizes whose product, but for zeros, is at most {MAX_ELEMENTS}")
-    return tuple(dims)
+def tensor_from_sparse_proto(proto: SparseTensorProto, file: Path) -> LazyTensor:
+    """Returns the dense tensor of a SparseTensorProto. Raises ConvertError for one of which hardly anything is set.
 
-
-def _typed_element_count(proto: TensorProto, dtype: str) -> int:
-    if dtype == "string":
-        return len(proto.string_data)
-    if dtype in ("float32", "complex64"):
-        return len(proto.float_data) // (2 if dtype == "complex64" else 1)
-    if dtype in ("float64", "complex128"):
-        return len(proto.double_data) // (2 if dtype == "complex128" else 1)
-    if dtype == "int64":
-        return len(proto.int64_data)
-    if dtype in ("uint32", "uint64"):
-        return len(proto.uint64_data)
-    packed = 8 // ELEMENT_BITS[dtype] if ELEMENT_BITS[dtype] < 8 else 1
-    # Packed types hold several elements an entry; the last entry may be partly filled.
-    count, wanted = len(proto.int32_data), math.prod(proto.dims)
-    return wanted if count == math.ceil(wanted / packed) else count * packed
-
-
-def _array_from_proto(proto: TensorProto) -> np.ndarray:
-    array = numpy_helper.to_array(proto)
-    if array.dtype.name in ("int4", "uint4", "int2", "uint2"):
-        return array.astype(np.uint8 if array.dtype.name.startswith("u") else np.int8)
-    return array
-
-
-def _external_tensor(proto: TensorProto, file: Path, name: str, dtype: str, shape: tuple[int, ...]) -> LazyTensor:
-    entries = {entry.key: entry.value for entry in proto.external_data}
-    location = entries.get("location", "")
-    path = locate_external_data(location, file, name)
-    try:
-        offset = int(entries.get("offset") or 0)
-        wanted = math.ceil(math.prod(shape) * ELEMENT_BITS[dtype] / 8)
-        length = int(entries.get("length") or wanted)
-    except (ValueError, KeyError):
-        raise ConvertError(
-            file, f"external data {entries!r} of the tensor {name!r}", "a location, an offset, a length"
-        ) from None
-    size = path.stat().st_size
-    if length != wanted or offset < 0 or offset + length > size:
-        raise ConvertError(
-            file,
-            f"the tensor {name!r} at bytes {offset} to {offset + length} of {location!r}, which has {size} bytes",
-            f"{wanted} bytes of data inside that file",
-            "download the file again, whole",
-        )
-
-    def read() -> np.ndarray:
-        if not wanted:
-            data = b""
-        else:
-            data = np.memmap(path, np.uint8, "r", offset, wanted)
-        plain = (
-            np.dtype(dtype)
-            if dtype in ("float16", "float32", "float64", "bool") or ("int" in dtype and ELEMENT_BITS[dtype] >= 8)
-            else None
-        )
-        if plain is not None:
-            return np.frombuffer(data, plain).reshape(shape)
-        return _array_from_proto(TensorProto(data_type=proto.data_type, dims=shape, raw_data=bytes(data)))
-
-    return LazyTensor(dtype, shape, read)
-
-
-def tensor_from_sparse_proto(proto: onnx.SparseTensorProto, file: Path) -> LazyTensor:
-    """The dense Tensor of a SparseTensorProto."""
+    Reading it raises ConvertError for indices outside its shape.
+    """
     name = proto.values.name
     values, indices = tensor_from_proto(proto.values, file), tensor_from_proto(proto.indices, file)
     shape = _checked_shape(proto.dims, file, name)
@@ -171,3 +122,52 @@ def tensor_from_sparse_proto(proto: onnx.SparseTensorProto, file: Path) -> LazyT
         return dense
 
     return LazyTensor(values.dtype, shape, read)
+
+
+def _checked_shape(dims: Sequence[int], file: Path, name: str) -> tuple[int, ...]:
+    found = f"the tensor {name!r} of shape {list(dims[:MAX_RANK])}"
+    if len(dims) > MAX_RANK or any(not 0 <= size < AXIS_SIZE_LIMIT for size in dims):
+        raise ConvertError(file, found, f"at most {MAX_RANK} sizes of 0 to {AXIS_SIZE_LIMIT - 1}")
+    if math.prod(size or 1 for size in dims) > MAX_ELEMENTS:  # numpy counts the other sizes where one is 0
+        raise ConvertError(file, found, f"sizes whose product, but for zeros, is at most {MAX_ELEMENTS}")
+    return tuple(dims)
+
+
+def _byte_count(dtype: str, shape: Sequence[int]) -> int:
+    """The bytes of a tensor's raw data."""
+    return -(-math.prod(shape) * ELEMENT_BITS[dtype] // 8)
+
+
+def _typed_element_count(proto: TensorProto, dtype: str) -> int:
+    """The number of elements in the field of the tensor's type."""
+    entries = len(getattr(proto, _TYPED_FIELDS.get(dtype, "int32_data")))
+    if dtype in ("complex64", "complex128"):  # the real part and the imaginary part of an element are two entries
+        return entries // 2
+    if ELEMENT_BITS.get(dtype, 8) >= 8:
+        return entries
+    per_entry = 8 // ELEMENT_BITS[dtype]
+    count = math.prod(proto.dims)
+    # The last entry may be partly filled.
+    return count if entries == math.ceil(count / per_entry) else entries * per_entry
+
+
+def _array_from_proto(proto: TensorProto) -> np.ndarray:
+    array = numpy_helper.to_array(proto)
+    if array.dtype.name in SUB_BYTE_INTEGERS:
+        return array.astype(np.uint8 if array.dtype.name.startswith("u") else np.int8)
+    return array
+
+
+def _external_tensor(proto: TensorProto, file: Path, name: str, dtype: str, shape: tuple[int, ...]) -> LazyTensor:
+    if dtype not in ELEMENT_BITS:
+        raise ConvertError(
+            file, f"external data of type {dtype} for the tensor {name!r}", "the texts in the file itself"
+        )
+    read_bytes = external_data_reader(proto, file, name, _byte_count(dtype, shape))
+
+    def read() -> np.ndarray:
+        if dtype in _NUMPY_TYPES:
+            return np.frombuffer(read_bytes(), np.dtype(dtype)).reshape(shape)
+        return _array_from_proto(TensorProto(data_type=proto.data_type, dims=shape, raw_data=bytes(read_bytes())))
+
+    return LazyTensor(dtype, shape, read)

@@ -134,11 +134,10 @@ def _stack_layers(
         path = _unused_path(graph, new_arrays, f"{first.weight}.layer", (first.weight, first.bias))
         weight = graph.program.tensors[first.weight]
         experts, _, outputs = weight.shape
-        arrays = {f"{path}.weight": weight.permute_axes((0, 2, 1))}
+        arrays = {f"{path}.weight": weight.transpose((0, 2, 1))}
         if first.bias:
             bias = graph.program.tensors[first.bias]
-            flat, view = (experts, outputs), (bias, lambda a: a[:, None])
-            arrays[f"{path}.bias"] = LazyTensor(bias.dtype, flat, lambda: bias.read().reshape(flat), (view,))
+            arrays[f"{path}.bias"] = bias.reshape((experts, outputs))
         return path, {"kind": "SwitchLinear", "bias": bool(first.bias)}, arrays
     paths = [step.path for step in steps if isinstance(step, ExpertProjection)]
     options = graph.program.layers[paths[0]]

@@ -5,16 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-import ml_dtypes
-import numpy as np
-
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
 from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement
-from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
+from mlx_transmuter.converters.onnx_reader.lazy_tensor import LAYER_FLOAT_TYPES, LazyTensor
 from mlx_transmuter.ops import ELEMENT_TYPE_NAMES
 from mlx_transmuter.program import Node
-
-_NUMPY_FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
 def fold_weight_transforms(graph: GraphView) -> Iterator[MatchOutcome]:
@@ -42,20 +37,14 @@ def _transform_weight(graph: GraphView, node: Node, source: LazyTensor) -> LazyT
     """The weight after the node, read when it is used; None for a node that is none of these."""
     if is_op_type(node, "Cast"):
         kind = ELEMENT_TYPE_NAMES.get(node.attrs.get("to", 0), "")
-        if kind not in _NUMPY_FLOATS or source.dtype not in _NUMPY_FLOATS:
-            return None
-        return LazyTensor(kind, source.shape, lambda: source.read().astype(_NUMPY_FLOATS[kind]))
+        return source.cast(kind) if {kind, source.dtype} <= {*LAYER_FLOAT_TYPES} else None
     if is_op_type(node, "Transpose") and len(source.shape) != 2:
         axes = range(len(source.shape))
         perm = list(node.attrs.get("perm", axes[::-1]))
-        if sorted(perm) != list(axes):
-            return None
-        return LazyTensor(
-            source.dtype, tuple(source.shape[axis] for axis in perm), lambda: source.read().transpose(perm)
-        )
+        return source.transpose(perm) if sorted(perm) == list(axes) else None
     if is_op_type(node, "Reshape") or is_op_type(node, "Unsqueeze"):
         shape = _reshaped_shape(graph, node, source)
-        return LazyTensor(source.dtype, shape, lambda: source.read().reshape(shape)) if shape is not None else None
+        return source.reshape(shape) if shape is not None else None
     return None
 
 
