@@ -35,3 +35,14 @@ def abbreviate(names: Sequence[str], most: int = 8) -> str:
     """The first `most` names and how many more there are; "nothing" for none."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return (", ".join(names[:most]) + more) or "nothing"
+
+
+def shorten(value: object, most: int = 80) -> str:
+    """The value as Python writes it, at most that many characters of it."""
+    text = repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what another library says of its error, or the error's type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

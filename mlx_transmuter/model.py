@@ -93,3 +93,12 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     found |= {name: model[name] for name in _TOKEN_ID_KEYS if model.get(name) is not None}  # type: ignore[index,union-attr]
     # past_present_share_buffer is how its runtime keeps the cache; max_length there is only the size of the cache.
     return found | {k: v for k, v in search.items() if k not in ("past_present_share_buffer", "max_length")}  # type: ignore[union-attr]
+
+
+def eos_token_ids(model: Model) -> list[int]:
+    """The ids that end a text: those of generation_config.json, else of config.json, and the tokenizer's, joined."""
+    named = model.generation_config.get("eos_token_id", model.config.get("eos_token_id"))
+    if named is None:
+        named = []
+    ids = named if isinstance(named, list) else [named]
+    return [*dict.fromkeys([*ids, *(model.tokenizer.eos_token_ids if model.tokenizer else ())])]

@@ -14,7 +14,7 @@ from conftest import FIXTURES, answer, golden
 from standin_hub import standin_hub
 
 from mlx_transmuter import api, cli
-from mlx_transmuter.cli import model as cli_model
+from mlx_transmuter.cli import generation_settings, model_loading
 from mlx_transmuter.hub import SourceError
 from mlx_transmuter.tasks import text
 from mlx_transmuter.tokenizer import Tokenizer
@@ -48,9 +48,11 @@ def test_the_prompt_comes_from_a_flag_a_file_or_stdin(run, folder, tmp_path, mon
 
 
 def test_flags_are_the_settings_they_name(folder):
-    model, parse = api.load(folder), cli._build_parser().parse_args
+    model, parse = api.load(folder), cli.build_parser().parse_args
     sampling = ["--temp", "0.7", "--top-p", "0.9", "--top-k", "40", "--min-p", "0.1"]
-    given = cli_model.generation_settings(model, parse(["chat", "-m", "9", *sampling, "--extra-eos-token", "<s>", "7"]))
+    given = generation_settings.generation_settings(
+        model, parse(["chat", "-m", "9", *sampling, "--extra-eos-token", "<s>", "7"])
+    )
     assert given.pop("eos_token_id") == [*text.eos_token_ids(model), 1, 7]
     assert given == {
         "max_new_tokens": 9,
@@ -60,9 +62,11 @@ def test_flags_are_the_settings_they_name(folder):
         "top_k": 40,
         "min_p": 0.1,
     }
-    assert cli_model.generation_settings(model, parse(["generate", "--temperature", "0"])) == {"do_sample": False}
-    assert cli_model.generation_settings(model, parse(["generate"])) == {}
-    guessing = cli_model.generation_settings(
+    assert generation_settings.generation_settings(model, parse(["generate", "--temperature", "0"])) == {
+        "do_sample": False
+    }
+    assert generation_settings.generation_settings(model, parse(["generate"])) == {}
+    guessing = generation_settings.generation_settings(
         model, parse(["generate", "--num-draft-tokens", "5", "--prompt-lookup", "6"])
     )
     assert guessing == {"num_assistant_tokens": 5, "prompt_lookup_num_tokens": 6}
@@ -107,7 +111,7 @@ def test_what_has_no_effect_is_said(run, folder):
 
 
 def test_without_a_model_the_demo_answers_its_prompt(run, monkeypatch):
-    monkeypatch.setattr(cli_model, "DEMO_FOLDER", FIXTURES / "llama")
+    monkeypatch.setattr(model_loading, "DEMO_FOLDER", FIXTURES / "llama")
     code, out, err = run("generate", "-m", 2)
     assert code == 0
     assert "the demo model" in err

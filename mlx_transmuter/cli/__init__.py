@@ -1,28 +1,18 @@
-"""The command line, `mlx-transmuter`: its arguments, and what becomes of an error."""
+"""The command line, `mlx-transmuter`: runs a command, and makes one line and an exit code of an error."""
 
 from __future__ import annotations
 
-import argparse
 import errno
 import io
-import json
 import os
 import platform
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from importlib import import_module
-from pathlib import Path
+from collections.abc import Sequence
 
-from mlx_transmuter import __version__
+from mlx_transmuter.cli.arguments import build_parser
+from mlx_transmuter.errors import TransmuterError
 
-DESCRIPTION = "Run ONNX decoders on Apple silicon through MLX."
-SAMPLING_EPILOG = """\
-The temperature comes before top-k, top-p and min-p, as in transformers; mlx_lm applies it last, so the same flags keep
-other tokens there. What no flag says, the model's generation_config.json does."""
-PROMPT_CACHE_EPILOG = """\
-generate and chat take the file as --prompt-cache-file. They are given the whole prompt all the same, and compute what
-comes after the longest beginning that is in the file; a system prompt alone is worth a file."""
 EXIT_USAGE, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_PIPE_CLOSED = 2, 1, 130, 143, 141
 
 
@@ -31,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     An error is one line on stderr; with MLX_TRANSMUTER_DEBUG=1 it is raised as it is.
     """
-    args = _build_parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # what a terminal or a pipe cannot say becomes a ?
@@ -67,209 +57,8 @@ def _error_line(error: Exception) -> str:
             return f"no space left on the disk{f' for {error.filename}' if error.filename else ''}"
         return f"{error.filename}: {error.strerror}" if error.filename else str(error)
     text = " ".join(str(error).split("\n"))
-    ours = type(error).__module__.split(".")[0] in ("mlx_transmuter", "converters")
-    return text if ours else f"{type(error).__name__}: {text} (MLX_TRANSMUTER_DEBUG=1 shows where)"
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("mlx-transmuter", description=DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(metavar="command", required=True)
-
-    def command(name: str, summary: str, epilog: str | None = None) -> argparse.ArgumentParser:
-        added = commands.add_parser(
-            name, help=summary, description=summary[0].upper() + summary[1:] + ".", epilog=epilog, allow_abbrev=False
-        )
-        added.set_defaults(
-            run=lambda args: import_module(f"mlx_transmuter.cli.{name.replace('-', '_')}").run(args),
-            usage_error=added.error,
-        )
-        return added
-
-    generate = command(
-        "generate", "continue a prompt, or answer it where the model has a chat template", SAMPLING_EPILOG
+    return (
+        text
+        if isinstance(error, TransmuterError)
+        else f"{type(error).__name__}: {text} (MLX_TRANSMUTER_DEBUG=1 shows where)"
     )
-    _add_model_arguments(generate)
-    _add_prompt_arguments(generate)
-    _add_generation_arguments(generate)
-    generate.add_argument(
-        "--verbose", nargs="?", type=_parse_bool, const=True, default=True, metavar="True|False",
-        help="also print speeds, compiled shapes and memory (default: True)",
-    )  # fmt: skip
-
-    chat = command("chat", "hold a conversation (/reset begins anew, /exit or Ctrl-D leaves)", SAMPLING_EPILOG)
-    _add_model_arguments(chat)
-    _add_generation_arguments(chat)
-
-    cached = command("cache-prompt", "run a prompt once, for prompts that begin with it", PROMPT_CACHE_EPILOG)
-    _add_model_arguments(cached)
-    _add_prompt_arguments(cached)
-    _add_chat_arguments(cached)
-    _add_kv_arguments(cached)
-    cached.add_argument("--prompt-cache-file", required=True, metavar="FILE", help="the safetensors file to write")
-
-    convert = command("convert", "convert an ONNX decoder into a folder that loads without onnx")
-    convert.add_argument(
-        "--hf-path", "--model", required=True, dest="model", metavar="SOURCE",
-        help="repository id, folder with ONNX files, or ONNX file",
-    )  # fmt: skip
-    convert.add_argument(
-        "--mlx-path", "--out", "-o", dest="out", default="mlx_model", metavar="FOLDER",
-        help="where the converted folder goes (default: mlx_model)",
-    )  # fmt: skip
-    _add_file_arguments(convert)
-    convert.add_argument(
-        "--quantize", "-q", action="store_true", help="quantise linear layers and embeddings of a float model"
-    )
-    convert.add_argument("--q-bits", type=int, metavar="BITS", help="bits of a weight: 2, 3, 4, 5, 6 or 8 (default: 4)")
-    convert.add_argument(
-        "--q-group-size", type=int, metavar="N", help="weights that share a scale: 32, 64 or 128 (default: 64)"
-    )
-    convert.add_argument(
-        "--quant-predicate", metavar="RECIPE",
-        help="more bits for the layers that need them: mixed_2_6, mixed_3_4, mixed_3_6 or mixed_4_6",
-    )  # fmt: skip
-
-    convert.add_argument(
-        "--float-activations", action="store_true",
-        help="an 8-bit file (dynamic or QDQ) keeps its activations in float: faster, other roundings",
-    )  # fmt: skip
-
-    inspect = command("inspect", "print a model's cache mode, inputs, operators, size and rewrites")
-    inspect.add_argument("source", nargs="?", metavar="SOURCE", help="the same as --model")
-    _add_model_arguments(inspect)
-    inspect.add_argument("--json", action="store_true", help="print it as JSON")
-    return parser
-
-
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", metavar="SOURCE",
-        help="converted folder, repository id, folder with ONNX files, or ONNX file (default: the small demo model)",
-    )  # fmt: skip
-    _add_file_arguments(parser)
-
-
-def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--file", metavar="NAME", help="the ONNX file inside the source, such as onnx/model_q4.onnx")
-    parser.add_argument(
-        "--dtype", type=_parse_dtype, metavar="DTYPE",
-        help="pick the file by its dtype: fp32 fp16 q4 q4f16 q8 int8 uint8 bnb4 (default: the most precise); "
-        "or convert to a float type: float16 bfloat16 float32",
-    )  # fmt: skip
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the repository")
-
-
-def _add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", "-p", metavar="TEXT", help='the prompt; "-" reads it from stdin')
-    prompt.add_argument("--prompt-file", metavar="FILE", type=_read_text_file, help="the prompt, from a UTF-8 file")
-    parser.add_argument("--ignore-chat-template", action="store_true", help="give the prompt to the model as it is")
-
-
-def _add_kv_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--kv-bits", type=int, choices=(4, 8), metavar="4|8", help="keep keys and values in so many bits an element")
-    add(
-        "--kv-group-size", type=int, choices=(32, 64, 128), default=64, metavar="32|64|128",
-        help="elements that share a scale there (default: 64)",
-    )  # fmt: skip
-
-
-def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--system-prompt", metavar="TEXT", help="a system message before the prompt")
-    add(
-        "--chat-template-config",
-        type=_parse_json_object,
-        default={},
-        metavar="JSON",
-        help="variables of the chat template",
-    )
-
-
-def _add_generation_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    _add_chat_arguments(parser)
-    add(
-        "--prefill-step-size", type=_number_in_range(int, 1), metavar="N",
-        help="most tokens of the prompt in one step (default: 2048, on a CPU 128)",
-    )  # fmt: skip
-    add("--prompt-cache-file", metavar="FILE", help="what cache-prompt computed; the prompt begins with its tokens")
-    _add_kv_arguments(parser)
-    add(
-        "--max-tokens",
-        "-m",
-        type=_number_in_range(int, 1),
-        metavar="N",
-        help="most tokens to generate (default: as the model says, else 256)",
-    )
-    add(
-        "--temp",
-        "--temperature",
-        type=_number_in_range(float, 0),
-        metavar="T",
-        help="temperature of sampling; 0 is greedy",
-    )
-    add(
-        "--top-p", type=_number_in_range(float, 0, 1), metavar="P", help="sample among the fewest tokens with this mass"
-    )
-    add("--top-k", type=_number_in_range(int, 0), metavar="K", help="sample among the best K tokens; 0 is all")
-    add("--min-p", type=_number_in_range(float, 0, 1), metavar="P", help="drop tokens below this part of the best one")
-    add("--seed", type=_number_in_range(int, 0), metavar="N", help="seed of sampling (default: another one each time)")
-    add("--draft-model", metavar="SOURCE", help="a smaller model of the same tokenizer that guesses tokens; same text")
-    add(
-        "--num-draft-tokens", type=_number_in_range(int, 1), metavar="N", help="most guesses of the draft model at once"
-    )
-    add(
-        "--prompt-lookup",
-        type=_number_in_range(int, 1),
-        metavar="N",
-        help="guess up to N tokens from the text so far; same text",
-    )
-    add("--extra-eos-token", nargs="+", default=[], metavar="TOKEN", help="more tokens, or ids, that end the text")
-
-
-def _number_in_range(kind: type, low: float, high: float = float("inf")) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        value = kind(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(
-                f"{text} is not {f'from {low} to {high}' if high < 1e9 else f'{low} or more'}"
-            )
-        return value
-
-    number.__name__ = kind.__name__  # argparse says "invalid int value" with it
-    return number
-
-
-def _parse_bool(text: str) -> bool:
-    if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
-    return text.lower() in ("true", "1", "yes")
-
-
-def _parse_json_object(text: str) -> dict:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object such as {{"enable_thinking": false}}')
-    return value
-
-
-def _read_text_file(name: str) -> str:
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from None
-
-
-def _parse_dtype(text: str) -> str:
-    from mlx_transmuter.precision_options import FLOAT_DTYPES
-    from mlx_transmuter.sources import FILE_DTYPES
-
-    if text not in (*FILE_DTYPES, *FLOAT_DTYPES):
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {' '.join((*FILE_DTYPES, *FLOAT_DTYPES))}")
-    return text

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from mlx_transmuter.cli.model import as_chat, kv_settings, load_model, read_prompt
+from mlx_transmuter.cli.generation_settings import kv_settings
+from mlx_transmuter.cli.model_loading import load_model
+from mlx_transmuter.cli.prompts import as_chat, read_prompt
 from mlx_transmuter.generation import PromptCache
 from mlx_transmuter.notices import print_notice
 from mlx_transmuter.tasks import text

@@ -6,14 +6,9 @@ import argparse
 import contextlib
 import sys
 
-from mlx_transmuter.cli.model import (
-    kv_settings,
-    load_model,
-    load_prompt_cache,
-    model_label,
-    system_messages,
-    text_generation,
-)
+from mlx_transmuter.cli.generation_settings import kv_settings, text_generation
+from mlx_transmuter.cli.model_loading import load_model, load_prompt_cache, model_label
+from mlx_transmuter.cli.prompts import system_messages
 from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.notices import print_notice
 from mlx_transmuter.tokenizer import TokenizerError

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from mlx_transmuter.cli.model import as_chat, load_model, load_prompt_cache, read_prompt, text_generation
+from mlx_transmuter.cli.generation_settings import text_generation
+from mlx_transmuter.cli.model_loading import load_model, load_prompt_cache
+from mlx_transmuter.cli.prompts import as_chat, read_prompt
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from mlx_transmuter.cli.model import load_model
+from mlx_transmuter.cli.model_loading import load_model
 from mlx_transmuter.model import Model
 from mlx_transmuter.program import Value
 from mlx_transmuter.program.run_plan import RunPlan

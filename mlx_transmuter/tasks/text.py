@@ -5,59 +5,19 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import generation as loop
+from mlx_transmuter.errors import shorten
 from mlx_transmuter.generation import GenerationError, PromptCache
-from mlx_transmuter.model import Model
+from mlx_transmuter.model import Model, eos_token_ids
+from mlx_transmuter.tasks.results import Piece, TextResult
 
 GenerationSteps = Generator[loop.StepOutput, None, list[loop.GenerationResult]]
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
-
-
-@dataclass(frozen=True)
-class TextResult:
-    """A generated text.
-
-    text: up to the eos or the stop string, neither included; "" where the model has no tokenizer. tokens: ids without
-    the eos; the token that completed a stop string is among them. logprobs: one per token, or None where not asked for.
-    finish_reason: "stop" at an eos or a stop string, "length" at the limit of tokens. guesses: what speculative
-    decoding brought (passes, proposed, kept, tokens_per_pass), or None without it.
-    """
-
-    text: str
-    tokens: list[int]
-    logprobs: list[float] | None
-    finish_reason: str
-    draft_counts: loop.DraftCounts | None = None
-
-
-class Piece(str):
-    """A piece of text that will not change, and is a str; the numbers beside it are those of the stream so far.
-
-    One comes with each token, often empty; the last one has the finish_reason, and under speculative decoding the
-    guesses. token: its id, None for an eos.
-    logprobs: its log-probability, or None where not asked for. prompt_tps and generation_tps: tokens per second, the
-    latter 0 before the second token. peak_memory: the most that MLX held in this process, in 10⁹ bytes.
-    """
-
-    token: int | None
-    logprobs: float | None
-    prompt_tokens: int
-    prompt_tps: float
-    generation_tokens: int
-    generation_tps: float
-    peak_memory: float
-    finish_reason: str | None
-    draft_counts: loop.DraftCounts | None
-
-    @property
-    def text(self) -> str:
-        return str(self)
 
 
 def generation(
@@ -234,13 +194,6 @@ class TextGeneration:
         return TextResult(text, tokens, logprobs, result.finish_reason, result.draft_counts)  # type: ignore[arg-type]
 
 
-def eos_token_ids(model: Model) -> list[int]:
-    """The ids that end a text: those of generation_config.json, else of config.json, and the tokenizer's, joined."""
-    named = model.generation_config.get("eos_token_id", model.config.get("eos_token_id"))
-    ids = named if isinstance(named, list) else [] if named is None else [named]
-    return [*dict.fromkeys([*ids, *(model.tokenizer.eos_token_ids if model.tokenizer else ())])]
-
-
 def _is_single_prompt(prompts: Any) -> bool:
     """Whether this is one prompt: a str, or a list that begins with a message or a token id."""
     return isinstance(prompts, str) or _first_item_is(prompts, Mapping | int | np.integer)
@@ -267,8 +220,3 @@ def _finish_steps(steps: GenerationSteps) -> list[loop.GenerationResult]:
             next(steps)
         except StopIteration as end:
             return end.value
-
-
-def shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
