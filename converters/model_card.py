@@ -68,7 +68,7 @@ def render_model_card(program: Program, config: dict[str, Any], folder: Path) ->
 def _quantization_lines(record: dict[str, Any]) -> list[str]:
     layers = ", ".join(f"{count} in {bits} bits" for bits, count in record["layers"].items())
     rows = [
-        f"Then quantised (`{record['name']}`, groups of {record['group_size']}): {sum(record['layers'].values())} "
+        f"Then quantized (`{record['name']}`, groups of {record['group_size']}): {sum(record['layers'].values())} "
         f"layers, {layers}. Each weight is within half a step of its float, at the ends of its group's range "
         "within a step.",
         f"On the same prompts that moves the logits by up to {record['error']:.1e} of their spread, and the next "

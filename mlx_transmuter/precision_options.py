@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_transmuter.errors import TransmuterError
 
-# The widths and group sizes of MLX's affine quantisation, and the recipes of mlx_lm's convert: the bits of most layers,
+# The widths and group sizes of MLX's affine quantization, and the recipes of mlx_lm's convert: the bits of most layers,
 # and of those that more depends on.
 QUANTIZATION_BITS = (2, 3, 4, 5, 6, 8)
 QUANTIZATION_GROUP_SIZES = (32, 64, 128)
@@ -29,7 +29,7 @@ class PrecisionError(TransmuterError):
 
 @dataclass(frozen=True)
 class Quantization:
-    """Affine quantisation in groups of `group_size` weights of a row.
+    """Affine quantization in groups of `group_size` weights of a row.
 
     bits: of a layer's weights. more_bits: of the layers that a recipe gives more; the same number without a recipe.
     recipe: its name, or None.
@@ -47,7 +47,7 @@ class Quantization:
 
     @staticmethod
     def of(spec: str | Mapping[str, Any]) -> Quantization:
-        """The quantisation of a name ("4bit", "mixed_3_6") or of a mapping of `bits` or `recipe`, and `group_size`.
+        """The quantization of a name ("4bit", "mixed_3_6") or of a mapping of `bits` or `recipe`, and `group_size`.
 
         What is not said is 4 bits in groups of 64, as in mlx_lm. Raises ChangeError for anything else.
         """
@@ -80,7 +80,7 @@ class Quantization:
 
 @dataclass(frozen=True)
 class PrecisionOptions:
-    """quantize: how the weights are quantised, or None. dtype: the float type to convert to, or None.
+    """quantize: how the weights are quantized, or None. dtype: the float type to convert to, or None.
     float_activations: whether a graph that rounds its activations to 8 bits keeps them in float instead.
     """
 

@@ -271,12 +271,12 @@ def test_convert_writes_a_folder_that_generates(run, tmp_path):
 
 
 def test_ctrl_c_in_a_conversion_leaves_nothing(run, tmp_path, monkeypatch, cache):
-    from mlx_transmuter.converters import pipeline
+    from mlx_transmuter.program import weights
 
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipeline.weights, "save", interrupted)
+    monkeypatch.setattr(weights, "save", interrupted)
     assert run("convert", "--model", LLAMA, "-o", tmp_path / "out")[0] == 130
     assert run("generate", "--model", LLAMA, "-p", "x")[0] == 130
     assert os.listdir(tmp_path) == ["cache"]

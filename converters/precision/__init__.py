@@ -1,1 +1,1 @@
-"""Precision options: another float type, quantised weights, float activations, and what they change."""
+"""Precision options: another float type, quantized weights, float activations, and what they change."""

@@ -1,15 +1,12 @@
-"""What a conversion changes about the numbers of a proved program, and how far that moves its logits."""
+"""What precision options change about the numbers of a program, and how far that moves its logits."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from mlx_transmuter.converters.errors import ConvertError
 from mlx_transmuter.converters.graph.rewriting import apply_rewrite
@@ -17,107 +14,105 @@ from mlx_transmuter.converters.passes.layers.float_activations import drop_activ
 from mlx_transmuter.converters.passes.simplify.select_cache_branch import select_branch
 from mlx_transmuter.converters.precision import cast_dtype, quantize
 from mlx_transmuter.converters.proof import proof
+from mlx_transmuter.converters.proof.proof import ProofBatch, ProofCase
+from mlx_transmuter.converters.proof.staged_weights import SharedArrays, StagedWeights
+from mlx_transmuter.converters.proof.tolerances import TOLERANCES
 from mlx_transmuter.precision_options import Quantization
 from mlx_transmuter.program import Program
-from mlx_transmuter.program.run_plan import RunPlan
 from mlx_transmuter.program.signature import DecoderSignature
 from mlx_transmuter.runtime.module import ProgramModule
 
-Logits = list[list[np.ndarray]]
-# Writes the weights of a program into the folder, and gives the module over them.
-SaveProgram = Callable[[Program], ProgramModule]
 
+def apply_float_activations(source: Program, path: Path) -> tuple[Program, dict[str, Any]]:
+    """Returns the graph with the activations that it rounds to 8 bits in float, and what to record.
 
-def apply_float_activations(graph: Program, path: Path) -> tuple[Program, dict[str, Any]]:
-    """The graph with the activations that it rounds to 8 bits in float, and what to record.
-
-    Of a merged decoder this is its branch with a cache, which must do what both do.
+    Of a merged decoder this is its branch with a cache, which must do what both branches do. Raises ConvertError where
+    it does not, and for a graph that rounds no activations.
     """
-    given, branch = graph, DecoderSignature.from_program(graph).use_cache_branch_input
-    if branch:
-        graph = select_branch(graph, branch, True)
-    one, (graph, record) = graph, apply_rewrite(graph, drop_activation_quantization)
-    if record.replaced_count and branch:
-        # Before the change: after it, what the change does and what the branches do could not be told apart.
-        far = logit_difference(
-            given, ProgramModule(one, {name: tensor.to_device() for name, tensor in one.tensors.items()})
-        )["error"]
-        limit = proof.TOLERANCES["dynamic"]
-        if far > limit:
-            found = f"two branches on {branch!r} whose logits differ by {far:.1e} of their spread"
-            raise ConvertError(path, found, f"at most {limit:g}, to keep activations in float", "convert it as it is")
+    branch = DecoderSignature.from_program(source).use_cache_branch_input
+    graph = select_branch(source, branch, True) if branch else source
+    program, record = apply_rewrite(graph, drop_activation_quantization)
     if not record.replaced_count:
         found = "no activations rounded to 8 bits" + "".join(f" ({reason})" for reason in record.skip_reasons)
         raise ConvertError(path, found, "a file that rounds them: dynamic 8-bit, or QDQ", "convert it as it is")
-    return graph, {"held": record.replaced_count, "declined": record.skip_reasons}
+    if branch:
+        # Before the change: after it, what the change does and what the branches do could not be told apart.
+        arrays = SharedArrays({}, {})
+        error, limit = logit_difference(arrays.module(source), arrays.module(graph))["error"], TOLERANCES["dynamic"]
+        if error > limit:
+            raise ConvertError(
+                path,
+                f"two branches on {branch!r} whose logits differ by {error:.1e} of their spread",
+                f"at most {limit:g}, to keep activations in float",
+                "convert it as it is",
+            )
+    return program, {"held": record.replaced_count, "declined": record.skip_reasons}
 
 
-def logit_difference(source: Program, module: ProgramModule) -> dict[str, float]:
-    """How far the module's logits are from those of the graph as it was given, on one prompt in one part."""
-    signature = DecoderSignature.from_program(source)
-    case = proof.ProofBatch.random(signature.vocab_size, [proof.SINGLE_CHUNK_LENGTH])
-    graph = ProgramModule(source, {name: tensor.to_device() for name, tensor in source.tensors.items()})
-    wanted = proof.reference_logits(graph, signature, case)
-    logits = proof.reference_logits(module, DecoderSignature.from_program(module.program), case)
-    return {"error": proof.logit_error(logits, wanted), "divergence": proof.kl_divergence(logits, wanted)}
+def logit_difference(source: ProgramModule, module: ProgramModule) -> dict[str, float]:
+    """Returns the error and divergence of the module's logits from those of the source, on one prompt in one chunk."""
+    signature = DecoderSignature.from_program(source.program)
+    batch = ProofBatch.random(signature.vocab_size, [proof.SINGLE_CHUNK_LENGTH])
+    reference = proof.reference_logits(source, signature, batch)
+    logits = proof.reference_logits(module, DecoderSignature.from_program(module.program), batch)
+    return {"error": proof.logit_error(logits, reference), "divergence": proof.kl_divergence(logits, reference)}
 
 
 def apply_dtype(
-    program: Program,
-    dtype: str,
-    path: Path,
-    plan: RunPlan,
-    batch: proof.ProofBatch,
-    reference: Logits,
-    limit: float,
-    save: SaveProgram,
+    program: Program, dtype: str, case: ProofCase, weights: StagedWeights
 ) -> tuple[Program, dict[str, Any]]:
-    """The program in another float type, and what to record: how far its logits are from the wanted ones.
+    """Returns the program in another float type, its weights written, and what to record: how far its logits are off.
 
-    Raises ConvertError where they are further than that type allows.
+    Raises ConvertError where they are further off than that type allows.
     """
-    program = cast_dtype.cast_program(program, dtype, path)
-    limit = max(limit, proof.TOLERANCES[dtype])
-    far = proof.logit_error(proof.decoder_logits(save(program), plan, batch), reference)
-    if far > limit:
-        logits = f"logits that differ by {far:.1e} of their spread in {dtype}"
-        do = "use bfloat16 or float32" if dtype == "float16" else "use float32"
-        raise ConvertError(path, logits, f"at most {limit:g}", do)
-    return program, {"dtype": dtype, "error": far, "limit": limit}
+    program = cast_dtype.cast_program(program, dtype, case.path)
+    limit = max(case.tolerance, TOLERANCES[dtype])
+    weights.save(program)
+    error = case.error(weights.load().module(program))
+    if error > limit:
+        raise ConvertError(
+            case.path,
+            f"logits that differ by {error:.1e} of their spread in {dtype}",
+            f"at most {limit:g}",
+            "use bfloat16 or float32" if dtype == "float16" else "use float32",
+        )
+    return program, {"dtype": dtype, "error": error, "limit": limit}
 
 
 def apply_quantization(
-    program: Program,
-    quantization: Quantization,
-    path: Path,
-    plan: RunPlan,
-    batch: proof.ProofBatch,
-    reference: Logits,
-    save: SaveProgram,
-    progress: bool,
+    program: Program, quantization: Quantization, case: ProofCase, weights: StagedWeights, *, progress: bool
 ) -> tuple[Program, dict[str, Any]]:
-    """The program with its layers quantised, and what to record: what was quantised, and how far that moves the logits
-    of the proof. say: in a line on stderr, too.
+    """Returns the program with its layers quantized, its weights written, and what to record.
+
+    That is which layers were quantized, and how far that moves the logits of the proof. progress: whether to say it in
+    a line on stderr, too. Raises ConvertError where the logits are not finite.
     """
-    program, kept = quantize.quantize_layers(program, quantization, path)
-    logits = proof.decoder_logits(save(program), plan, batch)
-    far = proof.logit_error(logits, reference)
-    if far == math.inf:
+    program, unquantized = quantize.quantize_layers(program, quantization, case.path)
+    weights.save(program)
+    logits = case.logits(weights.load().module(program))
+    error = proof.logit_error(logits, case.reference)
+    if error == math.inf:
         raise ConvertError(
-            path, f"no finite logits in {quantization.name}", "a model that can be quantised", "use more bits"
+            case.path, f"no finite logits in {quantization.name}", "a model that can be quantized", "use more bits"
         )
     layers = Counter(layer["bits"] for layer in program.layers.values() if "bits" in layer)
     if progress:
-        line = ", ".join(f"{count} in {bits} bits" for bits, count in sorted(layers.items()))
-        line = f"quantised {sum(layers.values())} layers: {line}, groups of {quantization.group_size}"
-        for why, count in Counter(kept.values()).items():
-            line += f"; {count} stay as they are ({next(one for one in kept if kept[one] == why)}): {why}"
-        print(f"mlx-transmuter: {line}", file=sys.stderr)
+        _print_quantized_layers(layers, unquantized, quantization.group_size)
     return program, {
         "name": quantization.name,
         "group_size": quantization.group_size,
         "layers": {str(bits): count for bits, count in sorted(layers.items())},
-        "kept": kept,
-        "error": far,
-        "divergence": proof.kl_divergence(logits, reference),
+        "kept": unquantized,
+        "error": error,
+        "divergence": proof.kl_divergence(logits, case.reference),
     }
+
+
+def _print_quantized_layers(layers: Counter[int], unquantized: dict[str, str], group_size: int) -> None:
+    """Prints how many layers have how many bits, and for each reason how many stay in float, with one of them."""
+    counts = ", ".join(f"{count} in {bits} bits" for bits, count in sorted(layers.items()))
+    line = f"quantized {sum(layers.values())} layers: {counts}, groups of {group_size}"
+    for reason, count in Counter(unquantized.values()).items():
+        example = next(layer for layer, other in unquantized.items() if other == reason)
+        line += f"; {count} stay as they are ({example}): {reason}"
+    print(f"mlx-transmuter: {line}", file=sys.stderr)

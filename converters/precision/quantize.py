@@ -1,6 +1,6 @@
-"""Quantisation on the way: linear layers and embeddings of a float program become MLX's quantised ones.
+"""Quantization on the way: linear layers and embeddings of a float program become MLX's quantized ones.
 
-Each weight is read, quantised and checked by itself when it is saved, so that no more than one is in memory in floats.
+Each weight is read, quantized and checked by itself when it is saved, so that no more than one is in memory in floats.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QUANTIZED_LAYER_KINDS = {
     "SwitchLinear": "QuantizedSwitchLinear",
 }
 LAYER_OPS = ("mlx.linear", "mlx.embedding", "mlx.as_linear", "mlx.switch_linear")
-# Operators whose weights are integers: a file that has them is quantised already.
+# Operators whose weights are integers: a file that has them is quantized already.
 INTEGER_WEIGHT_OPS = (
     *("MatMulInteger-", "ConvInteger-", "QLinear", "DequantizeLinear-", "com.microsoft.DequantizeLinear-"),
     *("com.microsoft.MatMulNBits-", "com.microsoft.MatMulBnb4-", "com.microsoft.GatherBlockQuantized-"),
@@ -33,17 +33,17 @@ INTEGER_WEIGHT_OPS = (
 
 
 def check_not_quantized(graph: Program, path: Path) -> None:
-    """Raises ConvertError for a graph that is quantised already."""
+    """Raises ConvertError for a graph that is quantized already."""
     for node in graph.all_nodes():
         if node.op.startswith(INTEGER_WEIGHT_OPS):
             raise ConvertError(
-                path, f"a file that is quantised already ({node})", "a float one to quantise",
+                path, f"a file that is quantized already ({node})", "a float one to quantize",
                 "convert it as it is, or choose the model's fp32 or fp16 file",
             )  # fmt: skip
 
 
 def quantize_layers(program: Program, quantization: Quantization, path: Path) -> tuple[Program, dict[str, str]]:
-    """The program with its layers quantised, and why each layer that stays as it is does.
+    """The program with its layers quantized, and why each layer that stays as it is does.
 
     A table that serves as embedding and as head is one layer and stays one. Scales and biases are float16 where the
     weight is, else float32: in bfloat16 they would move an 8-bit weight by up to two steps.
@@ -63,7 +63,7 @@ def quantize_layers(program: Program, quantization: Quantization, path: Path) ->
         arrays |= _quantized_arrays(layer, weight, bits, quantization.group_size, path)
     if len(kept) == len(program.layers):
         raise ConvertError(
-            path, f"no layer that can be quantised in groups of {quantization.group_size}",
+            path, f"no layer that can be quantized in groups of {quantization.group_size}",
             "a linear layer or an embedding",
             next(iter(kept.values()), ""),
         )  # fmt: skip
@@ -102,7 +102,7 @@ def _quantized_arrays(layer: str, weight: LazyTensor, bits: int, group_size: int
         made = mx.quantize(floats, group_size=group_size, bits=bits)
         if not is_within_rounding_bound(floats, *made, bits):
             found = f"the weight {layer}.weight, which {bits} bits in groups of {group_size} don't hold"
-            raise ConvertError(path, found, "finite weights", "quantise to more bits, or convert the model in floats")
+            raise ConvertError(path, found, "finite weights", "quantize to more bits, or convert the model in floats")
         return made
 
     weight_, scales, biases = shared_readers(make, 3)
@@ -114,7 +114,7 @@ def _quantized_arrays(layer: str, weight: LazyTensor, bits: int, group_size: int
 
 
 def is_within_rounding_bound(floats: mx.array, weight: mx.array, scales: mx.array, biases: mx.array, bits: int) -> bool:
-    """Whether each quantised weight is as near to its float as MLX's affine quantisation puts it.
+    """Whether each quantized weight is as near to its float as MLX's affine quantization puts it.
 
     A group's step is |scale|. MLX moves the step so that 0 and the group's largest weight are whole numbers of steps,
     which may leave the other end of the group outside its 2^bits values, by one step at most. So a weight with the

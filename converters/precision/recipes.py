@@ -54,7 +54,7 @@ def recipe_bits(program: Program, quantization: Quantization, path: Path) -> dic
     downs = [node for node in graph.nodes if node.op in LINEAR_OPS and _is_down_projection(graph, node)]
     if not downs:
         found = f"no down projection among {len(program.layers)} layers"
-        do = "quantise to one number of bits"
+        do = "quantize to one number of bits"
         raise ConvertError(path, found, f"a gated or activated product, for the recipe {quantization.recipe}", do)
     blocks = len(values) or len(downs)
     starts = [place[node.outputs[0]] for node in values]

@@ -265,11 +265,11 @@ def test_branches_are_refused_by_name(tmp_path):
         run(source, tmp_path / "out", "float16")
 
 
-# With quantisation.
+# With quantization.
 
 
 @pytest.mark.parametrize(("dtype", "scales"), [("float16", "float16"), ("bfloat16", "float32")])
-def test_a_type_and_a_quantisation_together(dtype, scales, tmp_path):
+def test_a_type_and_a_quantization_together(dtype, scales, tmp_path):
     quantized = run(
         FIXTURES / "gemma", tmp_path / "both", dtype, quantize=Quantization.of({"bits": 8, "group_size": 32})
     )

@@ -18,10 +18,10 @@ import toy
 from conftest import FIXTURES
 from onnx import TensorProto, helper, numpy_helper
 
-from mlx_transmuter.converters import pipeline as convert_file
+from mlx_transmuter.converters import pipeline, source_graph, staging
 from mlx_transmuter.converters.errors import ConvertError
 from mlx_transmuter.converters.pipeline import convert
-from mlx_transmuter.converters.proof import proof, trials
+from mlx_transmuter.converters.proof import proof, rewrite_search
 from mlx_transmuter.model import load_folder
 from mlx_transmuter.program import Program, weights
 
@@ -372,17 +372,17 @@ def unwritable(*args, **options):
 
 
 STAGES = {
-    "reading": (convert_file, "read_onnx"),
-    "naming": (convert_file, "name_weights"),
+    "reading": (source_graph, "read_onnx"),
+    "naming": (source_graph, "name_weights"),
     "copying the configuration": (shutil, "copyfile"),
-    "rewriting": (trials, "apply_rewrites"),
+    "rewriting": (rewrite_search, "apply_rewrites"),
     "saving the weights": (mx, "save_safetensors"),
     "loading the weights": (weights, "load"),
     "running the graph": (proof, "reference_logits"),
     "running the module": (proof, "decoder_logits"),
     "saving the program": (Program, "save"),
-    "loading all again": (convert_file, "load_module"),
-    "writing the card": (convert_file, "render_model_card"),
+    "loading all again": (staging, "load_module"),
+    "writing the card": (pipeline, "render_model_card"),
     "giving the folder its name": (Path, "rename"),
 }
 ENDS = {

@@ -1,4 +1,4 @@
-"""Quantisation on the way: the weights against numpy, the logits against onnxruntime, and what is refused."""
+"""Quantization on the way: the weights against numpy, the logits against onnxruntime, and what is refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def unpacked(weight: np.ndarray, bits: int) -> np.ndarray:
 
 
 def floats(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Of each quantised layer: its weight in floats, the step of each, and whether it is at an end of its range."""
+    """Of each quantized layer: its weight in floats, the step of each, and whether it is at an end of its range."""
     program = load_folder(folder).decoder.program
     arrays = {name: np.array(array) for name, array in mx.load(str(folder / "model.safetensors")).items()}
     found = {}
@@ -62,8 +62,8 @@ def floats(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]
     return found
 
 
-def dequantised_model(name: str, held: dict) -> onnx.ModelProto:
-    """The fixture's graph with each weight that a layer quantised as the layer holds it; a layer may hold several, one
+def dequantized_model(name: str, held: dict) -> onnx.ModelProto:
+    """The fixture's graph with each weight that a layer quantized as the layer holds it; a layer may hold several, one
     below the other.
     """
     model = onnx.load(str(FIXTURES / name / "model.onnx"))
@@ -134,7 +134,7 @@ def test_the_weights_are_near_their_floats_and_the_logits_are_onnxruntimes_of_th
         assert (far <= np.where(end, 1, 0.5) * step * (1 + 1e-4)).all()
         assert (far > 0.4 * step).any()  # the bound is no wider than it must be
     ids = [17, 40, 33, 101, 64, 29, 87, 90]
-    expected = onnxruntime_logits(dequantised_model(name, held), ids)
+    expected = onnxruntime_logits(dequantized_model(name, held), ids)
     assert np.abs(module_logits(folder, ids) - expected).max() <= 1e-4 * np.ptp(expected)
 
 
@@ -163,14 +163,14 @@ def test_tied_weights_are_stored_once_and_a_layer_that_does_not_fit_stays(tmp_pa
     assert set(kept.values()) == {"its 48 columns are no multiple of 32"}
 
 
-def test_a_line_says_what_was_quantised_and_what_was_not(tmp_path, capsys):
+def test_a_line_says_what_was_quantized_and_what_was_not(tmp_path, capsys):
     convert(
         FIXTURES / "llama",
         "model.onnx",
         tmp_path / "out",
         precision=PrecisionOptions(Quantization.of({"group_size": 32})),
     )
-    line = "quantised 8 layers: 8 in 4 bits, groups of 32; 2 stay as they are (model.layers.0.mlp.down_proj): its 48"
+    line = "quantized 8 layers: 8 in 4 bits, groups of 32; 2 stay as they are (model.layers.0.mlp.down_proj): its 48"
     assert line in capsys.readouterr().err
 
 
@@ -219,19 +219,19 @@ def test_the_bound_holds_for_all_weights_and_sees_a_wrong_one(bits, group, dtype
 # What is refused.
 
 
-def test_a_quantised_file_is_refused(tmp_path):
+def test_a_quantized_file_is_refused(tmp_path):
     from onnxruntime.quantization import quantize_dynamic
 
-    with pytest.raises(ConvertError, match="quantised already"):
+    with pytest.raises(ConvertError, match="quantized already"):
         run(FIXTURES / "llama_q4", tmp_path / "out")
     (tmp_path / "dynamic").mkdir()
     quantize_dynamic(FIXTURES / "llama" / "model.onnx", tmp_path / "dynamic" / "model.onnx")
-    with pytest.raises(ConvertError, match="quantised already"):
+    with pytest.raises(ConvertError, match="quantized already"):
         run(tmp_path / "dynamic", tmp_path / "out")
 
 
 def test_a_model_of_which_no_layer_fits_is_refused(tmp_path):
-    with pytest.raises(ConvertError, match=r"no layer that can be quantised in groups of 64.*its 8 columns"):
+    with pytest.raises(ConvertError, match=r"no layer that can be quantized in groups of 64.*its 8 columns"):
         run(toy.write(tmp_path / "source", toy.decoder()), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -12,7 +12,7 @@ from mlx_transmuter.converters.onnx_reader.reader import read_onnx
 from mlx_transmuter.converters.onnx_reader.weight_names import name_weights
 from mlx_transmuter.converters.passes import GRAPH_REWRITES, apply_rewrites
 from mlx_transmuter.converters.passes.moe.traced_experts import restore_traced_experts
-from mlx_transmuter.converters.proof.trials import _unrewritten_module
+from mlx_transmuter.converters.proof.staged_weights import SharedArrays
 from mlx_transmuter.program.signature import outputs
 from mlx_transmuter.runtime.module import ProgramModule
 
@@ -34,7 +34,7 @@ def test_no_weight_is_in_memory_twice(name):
     program, _ = apply_rewrites(graph, GRAPH_REWRITES)
     module = ProgramModule(program, {key: tensor.to_device() for key, tensor in program.tensors.items()})
     del read_again[:]
-    plain = _unrewritten_module(graph, program, module).weights()
+    plain = SharedArrays.of(module).module(graph).weights()
     matrices = {key for key, tensor in graph.tensors.items() if len(tensor.shape) > 1}
     assert matrices
     assert not matrices & set(read_again)

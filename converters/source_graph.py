@@ -1,0 +1,146 @@
+"""The source of a conversion: its ONNX graph with named weights, its configuration, and the files that go along."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_transmuter import ops
+from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.graph.activation_quantization import quantizes_dynamically
+from mlx_transmuter.converters.onnx_reader.reader import read_onnx
+from mlx_transmuter.converters.onnx_reader.weight_names import apply_genai_names, name_weights
+from mlx_transmuter.converters.passes.moe.traced_experts import restore_traced_experts
+from mlx_transmuter.converters.proof import proof
+from mlx_transmuter.folder_format import CHAT_TEMPLATE_FOLDER, COMPANION_FILES, read_json_object
+from mlx_transmuter.program import Program
+from mlx_transmuter.program.signature import DecoderSignature
+from mlx_transmuter.runtime.module import MAX_VALUE_BYTES
+from mlx_transmuter.tokenizer import Tokenizer
+
+# What the configurations call the most tokens of a sequence.
+_MAX_POSITIONS_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "seq_length",
+    "context_length",
+)
+# Sliding windows that the proof's prompts reach past; longer ones would take too long.
+_PROVED_WINDOWS = range(8, 129)
+
+
+@dataclass(frozen=True)
+class SourceGraph:
+    """A decoder as its file has it, and what its configuration says of it.
+
+    path: the ONNX file. config: config.json, {} without one. max_positions: the most tokens of a sequence, or None.
+    """
+
+    path: Path
+    program: Program
+    config: dict[str, Any]
+    max_positions: int | None
+
+    @property
+    def signature(self) -> DecoderSignature:
+        return DecoderSignature.from_program(self.program)
+
+    def proof_prompt_lengths(self) -> list[int]:
+        """Returns the prompt lengths of the proof.
+
+        They are ragged, with a padding row, and reach past the sliding window where it is short. A dynamic graph, whose
+        numbers depend on what a step holds, has one prompt that runs in one chunk.
+        """
+        if quantizes_dynamically(self.program):
+            return [proof.SINGLE_CHUNK_LENGTH]
+        window = self.config.get("sliding_window") or self.config.get("window_size") or 0
+        limit = (_configured_max_positions(self.config, {}) or 2**20) - proof.DECODE_STEPS
+        longest = window + 5 if isinstance(window, int) and window in _PROVED_WINDOWS else 13
+        return [max(1, min(longest, limit)), max(1, min(5, limit)), 0]
+
+
+def read_source_graph(source: Path, path: Path, folder: Path, *, progress: bool = False) -> SourceGraph:
+    """Reads the decoder in the file `path` of the folder `source`, and copies what stands beside it into `folder`.
+
+    Raises ConvertError for a file that is no causal decoder, or one that MLX cannot hold; ProgramError for a broken
+    configuration; SignatureError for a graph that is no decoder.
+    """
+    origins = copy_companions(source, path, folder)
+    # The generation settings are only read to know that they can be.
+    config, genai, _ = (
+        read_json_object(origins.get(name, path / "none"))
+        for name in ("config.json", "genai_config.json", "generation_config.json")
+    )
+    graph = apply_genai_names(read_onnx(path, progress=progress), genai)
+    signature = DecoderSignature.from_program(graph)
+    graph = restore_traced_experts(name_weights(graph.select_outputs(signature.required_outputs)), path)
+    if signature.extra_inputs:
+        raise ConvertError(
+            path,
+            f"the inputs {', '.join(signature.extra_inputs)}",
+            "tokens, mask, positions and cache",
+            "convert a causal decoder",
+        )
+    _check_device_types(graph, path)
+    _check_tokenizer_vocabulary(folder, signature.vocab_size, path)
+    max_positions = _configured_max_positions(config, genai)
+    graph.metadata["max_positions"] = max_positions  # the proof's decoders read it too
+    return SourceGraph(path, graph, config, max_positions)
+
+
+def copy_companions(source: Path, path: Path, folder: Path) -> dict[str, Path]:
+    """Copies what a converted folder has of its source: configuration, tokenizer and templates, nothing that holds
+    code.
+
+    A file beside the graph comes before one at the source's root. Returns where each file came from.
+    """
+    origins: dict[str, Path] = {}
+    for place in (source, path.parent):
+        for name in COMPANION_FILES:
+            if (place / name).is_file():
+                shutil.copyfile(place / name, folder / name)
+                origins[name] = place / name
+        for template in (place / CHAT_TEMPLATE_FOLDER).glob("*.jinja"):
+            (folder / CHAT_TEMPLATE_FOLDER).mkdir(exist_ok=True)
+            shutil.copyfile(template, folder / CHAT_TEMPLATE_FOLDER / template.name)
+    return origins
+
+
+def _check_device_types(graph: Program, path: Path) -> None:
+    """Raises ConvertError for a weight or input of a type that MLX lacks, or a weight that this machine cannot hold."""
+    arrays = [(f"the weight {name!r}", tensor.dtype, tensor.size) for name, tensor in graph.tensors.items()]
+    arrays += [(f"the input {value.name!r}", value.dtype, 0) for value in graph.inputs]
+    for label, dtype, size in arrays:
+        try:
+            count = ops.device_dtype(dtype).size * size
+        except ValueError as problem:
+            raise ConvertError(path, f"{label}: {problem}", "a type that MLX has") from None
+        if count > MAX_VALUE_BYTES:
+            raise ConvertError(path, f"{label} of {count} bytes", f"at most {MAX_VALUE_BYTES}, half of the memory here")
+
+
+def _check_tokenizer_vocabulary(folder: Path, vocab: int, path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    if tokenizer is not None and tokenizer.vocab_size > vocab:
+        raise ConvertError(
+            path, f"a vocabulary of {vocab} tokens and a tokenizer with {tokenizer.vocab_size}",
+            "a tokenizer without tokens that the model lacks", "use the tokenizer files of this model",
+        )  # fmt: skip
+
+
+def _configured_max_positions(config: dict[str, Any], genai: dict[str, Any]) -> int | None:
+    """Returns the most tokens that a sequence may have, from config.json or genai_config.json.
+
+    None where they say nothing, or fewer than the proof decodes, which no decoder means.
+    """
+    for section in (config, config.get("text_config"), genai.get("model")):
+        if not isinstance(section, dict):
+            continue
+        for name in _MAX_POSITIONS_KEYS:
+            if isinstance(section.get(name), int) and section[name] > proof.DECODE_STEPS:
+                return section[name]
+    return None

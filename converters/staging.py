@@ -1,0 +1,92 @@
+"""The folder in which a conversion is made beside its target, whose place it takes when it is complete."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.proof.staged_weights import StagedWeights
+from mlx_transmuter.folder_format import PROGRAM_FILE
+from mlx_transmuter.model import load_module
+from mlx_transmuter.program import PROGRAM_FORMAT, Program
+
+_STALE_SECONDS = 24 * 3600
+
+
+@dataclass(frozen=True)
+class StagedFolder:
+    """A temporary folder that becomes a converted folder."""
+
+    path: Path
+    weights: StagedWeights
+
+    def save(self, program: Program) -> None:
+        """Writes the program, and its weights where others lie there, and loads both as a user's process will.
+
+        Raises ProgramError for a folder that does not load.
+        """
+        self.weights.save(program)
+        program.save(self.path / PROGRAM_FILE)
+        load_module(self.path)
+
+
+@contextmanager
+def stage_folder(out: Path, onnx_file: Path, *, progress: bool = False) -> Iterator[StagedFolder]:
+    """Gives a folder beside `out`, which it replaces when the block ends; an error in the block leaves `out` as it was.
+
+    Raises ConvertError for a target that a conversion of `onnx_file` must not replace.
+    """
+    check_output_folder(out, onnx_file)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    remove_stale_folders(out)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".partial", dir=out.parent) as temporary:
+        folder = Path(temporary) / "model"
+        folder.mkdir()
+        yield StagedFolder(folder, StagedWeights(folder, progress=progress))
+        move_into_place(folder, out, Path(temporary) / "old")
+
+
+def check_output_folder(out: Path, onnx_file: Path) -> None:
+    """Raises ConvertError for a target that is neither absent, nor empty, nor a converted folder without the source."""
+    if not (out.exists() or out.is_symlink()):
+        return
+    free = out.is_dir() and (not any(out.iterdir()) or is_converted_folder(out))
+    if not free or onnx_file.resolve().is_relative_to(out.resolve()):
+        raise ConvertError(out, "something that is no converted folder", "a new folder", "choose another one")
+    if out.resolve() == Path.cwd() or out.is_mount():  # which cannot be renamed, or would leave a shell nowhere
+        raise ConvertError(
+            out, "the current folder, or a disk's", "a folder that can be replaced", "name one inside it"
+        )
+
+
+def is_converted_folder(folder: Path) -> bool:
+    """Returns whether the folder holds a saved program."""
+    if not (folder / PROGRAM_FILE).is_file():
+        return False
+    with open(folder / PROGRAM_FILE, "rb") as file:
+        return f'"{PROGRAM_FORMAT}"'.encode() in file.read(256)
+
+
+def remove_stale_folders(out: Path) -> None:
+    """Removes the temporary folders of conversions to `out` that were killed more than a day ago."""
+    for folder in out.parent.glob(f".{out.name}.*.partial"):
+        if time.time() - folder.stat().st_mtime > _STALE_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def move_into_place(folder: Path, out: Path, backup: Path) -> None:
+    """Renames the complete folder to `out`; a folder of that name is moved away first and is back if that fails."""
+    try:
+        if out.exists():
+            out.rename(backup)
+        folder.rename(out)
+    except BaseException:
+        if backup.exists() and not out.exists():
+            backup.rename(out)
+        raise
