@@ -100,8 +100,8 @@ def test_the_card_says_what_was_proved(source, out):
     assert f"limit {program.metadata['proof']['limit']:.0e}" in card
     assert f"`{program.metadata['cache_mode']}`" in card
     assert "no tokenizer.json" in card
-    at_work = {r["name"] for r in program.metadata["rewrites"] if r["held"] or r["declined"]}
-    assert set(re.findall(r"the rewrite `(\w+)`", card)) == at_work
+    at_work = {r["name"].replace("_", " ") for r in program.metadata["rewrites"] if r["held"] or r["declined"]}
+    assert set(re.findall(r"the rewrite `([\w ]+)`", card)) == at_work
 
 
 # Files that are no model.
