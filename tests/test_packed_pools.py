@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import NAMES
 from decoding import greedy, plain, prefill, rows_of
-from packed_rows import unpacked
+from quantized_rows import dequantized_rows
 
 from mlx_transmuter import generation, ops
 from mlx_transmuter.cache import QuantizedFormat
@@ -48,7 +48,9 @@ def by_hand(module: ProgramModule, text: list[int], bits: int) -> np.ndarray:
         for entry in entries:
             new = mx.array(np.array(out[entry.present])[:, :, -1:])
             packing = QuantizedFormat.choose(bits, 64, entry.head_dim, mx.float32)
-            near = unpacked(np.array(packing.quantize(new)), bits, packing.group_size, entry.head_dim, np.float32)
+            near = dequantized_rows(
+                np.array(packing.quantize(new)), bits, packing.group_size, entry.head_dim, np.float32
+            )
             past[entry.past] = np.concatenate([past[entry.past], near], axis=2)
     return np.stack(found)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_rows import unpacked
+from quantized_rows import dequantized_rows
 
 from mlx_transmuter.cache import CacheError, CacheIndex, QuantizedFormat, QuantizedPool
 
@@ -34,7 +34,9 @@ def test_a_row_is_what_it_says_and_near_the_vector(data, bits, group_size):
     found = packing.dequantize(rows)
     assert (found.shape, found.dtype) == (values.shape, dtype)
     found, values = (np.array(x.astype(mx.float32)) for x in (found, values))
-    wanted = unpacked(np.array(rows), bits, packing.group_size, dim, np.float16 if dtype == mx.float16 else np.float32)
+    wanted = dequantized_rows(
+        np.array(rows), bits, packing.group_size, dim, np.float16 if dtype == mx.float16 else np.float32
+    )
     tolerance = {mx.float32: 1e-6, mx.float16: 2e-3, mx.bfloat16: 1e-2}[dtype]
     assert np.abs(found - wanted).max() <= tolerance * np.abs(values).max()
     for start in range(0, dim, packing.group_size):

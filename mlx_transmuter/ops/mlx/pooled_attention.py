@@ -1,7 +1,7 @@
-"""Attention over the pools of a cache: what the converter makes of a graph's past, present, mask and softmax.
+"""Attention over the pools of a cache, which replaces a graph's attention over past and present.
 
-`index` is a CacheIndex; `lanes` is the same index over pools that keep the heads apart (`CacheIndex.heads`). Where
-layers differ in what they see, both are Layered.
+`index` is a CacheIndex; `head_index` is the same index over pools that keep heads apart (`CacheIndex.for_heads`). In a
+model of which only some layers have a window, both are HybridIndex.
 """
 
 from typing import Any
@@ -20,27 +20,26 @@ from mlx_transmuter.ops.registry import op
 
 @op("mlx.visible")
 def visibility_mask(index, *, window: int = 0):
-    """Which columns each token sees: bool [rows, 1, seq, context]. window: of the last so many positions; 0: all."""
+    """Which columns each token attends to: bool [rows, 1, seq, context]. window: only the last so many positions; 0:
+    all."""
     return (index.window(window) if window else index).visible()
 
 
 @op("mlx.positions")
 def token_positions(index):
-    """The positions of the step's tokens, int32 [rows, seq]; padding has position 0."""
+    """The positions of the step's tokens, int32 [rows, seq], 0 for padding."""
     return index.positions()
 
 
 @op("mlx.alibi")
 def add_alibi_bias(index, mask, *, slopes):
-    """seen [rows, 1, seq, context] as an additive mask [rows, heads, seq, context] with a slope per head on the
-    distance.
-
-    Press et al. 2022. The distance is that of positions: the column's minus the token's.
+    """ALiBi: turns mask, bool [rows, 1, seq, context], into an additive one [rows, heads, seq, context] of each head's
+    slope times the distance, the column's position minus the token's. Press et al. 2022.
     """
     index = _layer_index(index, mask)
     distance = (index.column_positions()[:, None] - index.positions()[:, :, None])[:, None].astype(mx.float32)
     bias = mx.array(slopes, mx.float32)[:, None, None] * distance
-    # The lowest number, not -inf: the row of a padding token sees nothing, and must not become NaN.
+    # The lowest number, not -inf: a padding token attends to nothing, and its scores must not become NaN.
     return mx.where(mask, bias, mx.array(mx.finfo(mx.float32).min, mx.float32))
 
 
@@ -48,101 +47,98 @@ def add_alibi_bias(index, mask, *, slopes):
 def attend_over_pools(
     q, k, v, key_pool, value_pool, head_index, mask, sinks=None, *, scale: float, softcap: float = 0.0, merge: int = 0
 ):
-    """Attention of q over what the cache holds, this step's k and v included: (output, keys', values').
+    """Stores this step's k and v in the pools and attends over the cache: (output, key_pool', value_pool').
 
-    q [rows, heads, seq, dim]; k, v [rows, kv, seq, dim]; keys, values: pools [kv · slots, dim], or PackedPools. Without
-    values, keys is one pool of both, [2 kv · slots, dim], lanes are those over both (`CacheIndex.twice`), (output,
-    keys') comes back, and without v, k has both, the heads of v after its own. seen: bool [rows, 1, seq, context] or an
-    additive mask [rows, heads, seq, context]. sinks [heads]: a score of no column in each softmax. softcap: scores
-    become c · tanh(score / c). The output is [rows, heads, seq, dim], with merge [rows, seq, heads · dim]; heads share
-    the keys of heads / kv heads. q may come as [rows · heads, seq, dim]; so does the output then, without merge.
+    q [rows, heads, seq, dim]; k, v [rows, kv, seq, dim]; key_pool, value_pool [kv · slots, dim], or QuantizedPools. kv
+    heads share their keys and values among heads / kv heads each. Without value_pool, key_pool holds the values after
+    the keys, [2 kv · slots, dim], head_index is over both (`CacheIndex.for_key_value_pool`), and the result is (output,
+    key_pool'); without v, k has the heads of v after its own. mask: bool [rows, 1, seq, context], or additive [rows,
+    heads, seq, context]. sinks [heads]: the score of an attention sink in each softmax. softcap: scores become
+    softcap · tanh(score / softcap). The output is [rows, heads, seq, dim], with merge [rows, seq, heads · dim]. q may
+    be [rows · heads, seq, dim]; the output then is too, without merge.
     """
     head_index = _layer_index(head_index, mask)
     rows, kv, seq, dim = k.shape
     kv = kv if v is not None else kv // 2
-    flat = q.ndim == 3
-    heads = q.shape[0] // rows if flat else q.shape[1]
-    packed = all(isinstance(pool, QuantizedPool) for pool in (key_pool, value_pool) if pool is not None)
-    packed = packed and _multiplies_quantized(seq)
+    is_flat = q.ndim == 3
+    heads = q.shape[0] // rows if is_flat else q.shape[1]
+    is_quantized = all(isinstance(pool, QuantizedPool) for pool in (key_pool, value_pool) if pool is not None)
+    stay_quantized = is_quantized and _multiplies_quantized(seq)
     if value_pool is None:
-        k, v, *pools = _extend_shared_pool(k, v, key_pool, head_index, packed)
+        k, v, *pools = _extend_key_value_pool(head_index, k, v, key_pool, stay_quantized)
     else:
-        k, key_pool = _extend_pool(head_index, k, key_pool, packed)
-        v, value_pool = _extend_pool(head_index, v, value_pool, packed)
+        k, key_pool = _extend_pool(head_index, k, key_pool, stay_quantized)
+        v, value_pool = _extend_pool(head_index, v, value_pool, stay_quantized)
         pools = (key_pool, value_pool)
     mask = mask if mask.dtype == mx.bool_ else mask.astype(q.dtype)
     sinks = None if sinks is None else sinks.astype(q.dtype)
-    if softcap or packed or not _has_attention_kernel():
+    if softcap or stay_quantized or not _has_attention_kernel():
         out = _unfused_attention(q.reshape(rows * kv, -1, dim), k, v, mask, sinks, scale, softcap, (rows, heads, seq))
     else:
-        k, v = (held.reshape(rows, kv, -1, held.shape[2]) for held in (k, v))
+        k, v = (seen.reshape(rows, kv, -1, seen.shape[2]) for seen in (k, v))
         q = q.reshape(rows, heads, seq, dim)
         out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
     if merge and seq > 1:
         out = out.reshape(rows, heads, seq, -1).swapaxes(1, 2)
-    shape = (rows, seq, -1) if merge else (rows * heads, seq, -1) if flat else (rows, heads, seq, -1)
-    return out.reshape(shape), *pools
+    if merge:
+        return out.reshape(rows, seq, -1), *pools
+    return out.reshape(*((rows * heads,) if is_flat else (rows, heads)), seq, -1), *pools
 
 
 def _layer_index(index, mask):
-    """The index by which a layer with the mask `seen` reads."""
+    """The index by which a layer with this mask reads its pools: the one whose columns are as many as the mask's."""
     return index.index_for(mask.shape[-1]) if isinstance(index, HybridIndex) else index
 
 
-def _extend_shared_pool(k, v, pool, lanes, packed: bool) -> tuple[Any, ...]:
-    """What the cache holds of keys and of values in one pool, k and v included, each [rows · kv, context, dim] or
-    packed, and the pool.
+def _extend_key_value_pool(head_index, k, v, pool, stay_quantized: bool) -> tuple[Any, ...]:
+    """Stores k and v in one pool of both: (keys, values, pool'), keys and values [rows · kv, context, dim] or
+    quantized.
     """
     if v is None and len(k) > 1:
         k, v = mx.split(k, 2, axis=1)
-    held, pool = _extend_pool(lanes, k if v is None else mx.concatenate([k, v]), pool, packed)
-    if isinstance(held, QuantizedPool):
-        return *(held._replace(rows=rows) for rows in mx.split(held.rows, 2)), pool
-    return *mx.split(held, 2), pool
+    seen, pool = _extend_pool(head_index, k if v is None else mx.concatenate([k, v]), pool, stay_quantized)
+    if isinstance(seen, QuantizedPool):
+        return *(seen._replace(rows=rows) for rows in mx.split(seen.rows, 2)), pool
+    return *mx.split(seen, 2), pool
 
 
-def _extend_pool(lanes, values, pool, quantized: bool = False) -> tuple[Any, Any]:
-    """lanes.extend of values [rows, heads, seq, dim]: (seen, pool'); what is seen of a PackedPool unpacked, or not."""
-    # The pools of a run are its own and hold no NaN, so columns that nobody sees needn't be made zero.
+def _extend_pool(head_index, values, pool, stay_quantized: bool = False) -> tuple[Any, Any]:
+    """head_index.extend of values [rows, heads, seq, dim]: (seen, pool'), seen dequantized unless stay_quantized."""
+    # A session's pools hold no NaN, so columns that no token attends to need not be zero.
     if isinstance(pool, QuantizedPool):
-        return (pool.extend_quantized if quantized else pool.extend)(lanes, values, zero_unseen=False)
-    # A module may have been cast since its pools got their type.
-    return lanes.extend(values.astype(pool.dtype), pool, zero_unseen=False)
+        return (pool.extend_quantized if stay_quantized else pool.extend)(head_index, values, zero_unseen=False)
+    # A module may have been cast since its pools were made.
+    return head_index.extend(values.astype(pool.dtype), pool, zero_unseen=False)
 
 
 def _has_attention_kernel() -> bool:
-    """Whether mx.fast has a kernel of attention; on the CPU it multiplies each key once for every query that shares
-    it."""
+    """Whether mx.fast.scaled_dot_product_attention has a kernel on the device. On the CPU it has none, and multiplies a
+    key once for each query head that shares it."""
     return mx.default_device() != mx.cpu
 
 
 def _multiplies_quantized(seq: int) -> bool:
-    """Whether the device multiplies packed keys and values faster than it unpacks them, in a step of so many tokens.
-
-    The CPU never does.
+    """Whether the device multiplies quantized keys and values faster than it dequantizes them, in a step of that many
+    tokens. The CPU never does.
     """
     return _has_attention_kernel() and seq <= MAX_TOKENS_WITHOUT_DEQUANTIZING
 
 
 def _unfused_attention(q, k, v, mask, sinks, scale: float, softcap: float, sizes: tuple[int, int, int]):
-    """Attention written out, one product for all the query heads that share a key's head.
+    """Attention as separate operations, with one product for all the query heads that share a key head.
 
-    q: [rows · kv, queries, dim], as is the output; k, v: [rows · kv, context, dim], or both packed. sizes: (rows,
+    q: [rows · kv, queries, dim], as is the output; k, v: [rows · kv, context, dim], or both quantized. sizes: (rows,
     heads, seq).
     """
-    packed = isinstance(k, QuantizedPool)
-    if q.dtype != mx.float32:  # whose kernel for the mask scales the scores for nothing; others may not hold them
+    # In float32 the kernel that applies the mask also scales the scores at no cost. A half type may not hold unscaled
+    # scores, so there the queries are scaled.
+    if q.dtype != mx.float32:
         q, scale = q * scale, 1.0
-    if packed:
-        scores = quantized_scores(q, k) * scale
-    elif q.shape[1] <= 4 and k.shape[1] >= 512:  # BLAS copies the right side, so that is the short one
-        scores = (k @ q.swapaxes(1, 2)).swapaxes(1, 2) * scale
-    else:
-        scores = q @ k.swapaxes(1, 2) * scale
+    scores = _scores(q, k) * scale
     if softcap:
         scores = mx.tanh(scores * (1 / softcap)) * softcap
     shape = scores.shape
-    if mask.shape[:3] == (1, 1, 1):  # one token sees the same in all heads
+    if mask.shape[:3] == (1, 1, 1):  # one token, with the same mask in all heads
         mask = mask.squeeze(0)
     else:
         scores = scores.reshape(*sizes, -1)
@@ -154,13 +150,22 @@ def _unfused_attention(q, k, v, mask, sinks, scale: float, softcap: float, sizes
     weights, sums = softmax_numerator_and_sum(scores)
     weights = weights if sinks is None else weights[..., :-1]
     weights = weights.reshape(shape)
-    out = quantized_weighted_sum(weights, v) if packed else weights @ v
+    out = quantized_weighted_sum(weights, v) if isinstance(v, QuantizedPool) else weights @ v
     return out if sums is None else out / sums.reshape(*out.shape[:2], 1)
+
+
+def _scores(q, k):
+    """q [n, queries, dim] · k [n, context, dim] transposed, or k quantized: [n, queries, context]."""
+    if isinstance(k, QuantizedPool):
+        return quantized_scores(q, k)
+    if q.shape[1] <= 4 and k.shape[1] >= 512:  # BLAS copies the right side, so it is the short one
+        return (k @ q.swapaxes(1, 2)).swapaxes(1, 2)
+    return q @ k.swapaxes(1, 2)
 
 
 @op("mlx.last")
 def take_tokens(x, token_indices):
-    """x [rows, seq, dim] at the tokens ends, int32 [rows, k], of each row: [rows, k, dim]."""
+    """x [rows, seq, dim] at the tokens token_indices, int32 [rows, k], of each row: [rows, k, dim]."""
     if x.shape[1] == token_indices.shape[1] == 1:
         return x
     return mx.take_along_axis(x, mx.broadcast_to(token_indices[:, :, None], (*token_indices.shape, x.shape[2])), axis=1)

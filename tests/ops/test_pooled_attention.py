@@ -1,4 +1,4 @@
-"""Attention over pools, against attention written out in numpy over each row's own tokens."""
+"""Attention over pools, against attention in numpy over each row's own tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_rows import unpacked
+from quantized_rows import dequantized_rows
 
 from mlx_transmuter.cache import CacheIndex, QuantizedFormat, QuantizedPool
 from mlx_transmuter.ops.mlx import pooled_attention
@@ -24,26 +24,26 @@ from mlx_transmuter.ops.mlx.pooled_attention import (
 HEADS, KV, DIM = 4, 2, 8
 
 
-def numpy_attention(q, k, v, at, scale, window=0, softcap=0.0, slopes=None, sinks=None):
-    """The output [heads, dim] of one token at position `at` over k, v [kv, length, dim]."""
+def numpy_attention(q, k, v, position, scale, window=0, softcap=0.0, slopes=None, sinks=None):
+    """The output [heads, dim] of a token at position `position` over k, v [kv, length, dim]."""
     out = np.zeros((HEADS, DIM))
     for head in range(HEADS):
         keys, values = k[head // (HEADS // KV)], v[head // (HEADS // KV)]
         scores = keys @ q[head] * scale
         scores = np.tanh(scores / softcap) * softcap if softcap else scores
         if slopes is not None:
-            scores = scores + slopes[head] * (np.arange(len(scores)) - at)
-        shown = np.arange(len(scores)) <= at
+            scores = scores + slopes[head] * (np.arange(len(scores)) - position)
+        visible = np.arange(len(scores)) <= position
         if window:
-            shown &= np.arange(len(scores)) > at - window
-        weights = np.where(shown, np.exp(scores), 0)
+            visible &= np.arange(len(scores)) > position - window
+        weights = np.where(visible, np.exp(scores), 0)
         out[head] = weights @ values / (weights.sum() + (0 if sinks is None else np.exp(sinks[head])))
     return out
 
 
-@pytest.fixture(params=[False, True], ids=["written out", "mx.fast"], autouse=True)
+@pytest.fixture(params=[False, True], ids=["unfused", "mx.fast"], autouse=True)
 def both_attention_paths(request):
-    """Both ways of attention: mx.fast's, which the CPU backend computes too, and the one that the CPU takes."""
+    """Both ways of attention: that of mx.fast, which the CPU backend computes too, and the one used on the CPU."""
     with mock.patch.object(pooled_attention, "_has_attention_kernel", return_value=request.param):
         yield
 
@@ -54,68 +54,70 @@ def both_attention_paths(request):
 def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
     window = data.draw(st.sampled_from([0, 1, 3, 7]), label="window")
     softcap = data.draw(st.sampled_from([0.0, 2.0]), label="softcap")
-    sloped = data.draw(st.booleans(), label="sloped")
-    sunk = data.draw(st.booleans(), label="sunk")
-    kept = data.draw(st.sampled_from(["two pools", "one pool", "one pool of one tensor"]), label="kept")
-    parts = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4), label="parts")
+    has_slopes = data.draw(st.booleans(), label="has_slopes")
+    has_sinks = data.draw(st.booleans(), label="has_sinks")
+    pool_form = data.draw(st.sampled_from(["two pools", "one pool", "one pool of one tensor"]), label="pool_form")
+    chunks = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4), label="chunks")
     rows = data.draw(st.integers(1, 3), label="rows")
-    counts = [[data.draw(st.integers(0, part)) for part in parts] for _ in range(rows)]
+    counts = [[data.draw(st.integers(0, chunk)) for chunk in chunks] for _ in range(rows)]
     draw = np.random.default_rng(data.draw(st.integers(0, 2**16), label="seed"))
-    slopes = draw.uniform(-1, 0, HEADS).tolist() if sloped else None
-    sinks = draw.normal(size=HEADS).astype(np.float32) if sunk else None
+    slopes = draw.uniform(-1, 0, HEADS).tolist() if has_slopes else None
+    sinks = draw.normal(size=HEADS).astype(np.float32) if has_sinks else None
     capacity, block = 32, 4 if paged else 32
     order = draw.permutation(rows * capacity // block) * block
     table = (order.reshape(rows, -1, 1) + np.arange(block)).reshape(rows, capacity).astype(np.int32)
     spare = data.draw(st.booleans(), label="spare")
-    vectors, held = (KV, "kv") if kept == "two pools" else (2 * KV, "k")
-    pools = [mx.zeros((vectors * rows * capacity + spare, DIM)) for _ in held]
+    pool_heads, pool_names = (KV, "kv") if pool_form == "two pools" else (2 * KV, "k")
+    pools = [mx.zeros((pool_heads * rows * capacity + spare, DIM)) for _ in pool_names]
     bits = data.draw(st.sampled_from([None, 4, 8]), label="bits")
-    packing = bits and QuantizedFormat.choose(bits, 32, DIM, mx.float32)
-    if packing:
-        pools = [QuantizedPool(mx.zeros((pool.shape[0], packing.width), mx.uint32), packing) for pool in pools]
+    quantized_format = bits and QuantizedFormat.choose(bits, 32, DIM, mx.float32)
+    if quantized_format:
+        shapes = [(pool.shape[0], quantized_format.width) for pool in pools]
+        pools = [QuantizedPool(mx.zeros(shape, mx.uint32), quantized_format) for shape in shapes]
     history = [(np.zeros((KV, 0, DIM)), np.zeros((KV, 0, DIM))) for _ in range(rows)]
     lengths = np.zeros(rows, np.int32)
     scale = 0.4
-    for step, part in enumerate(parts):
+    for step, chunk in enumerate(chunks):
         new = np.array([counts[row][step] for row in range(rows)])
-        q = draw.normal(size=(rows, HEADS, part, DIM)).astype(np.float32)
-        k, v = (draw.normal(size=(rows, KV, part, DIM)).astype(np.float32) for _ in "kv")
-        pos = np.where(np.arange(part) < new[:, None], lengths[:, None] + np.arange(part), -1).astype(np.int32)
+        q = draw.normal(size=(rows, HEADS, chunk, DIM)).astype(np.float32)
+        k, v = (draw.normal(size=(rows, KV, chunk, DIM)).astype(np.float32) for _ in "kv")
+        pos = np.where(np.arange(chunk) < new[:, None], lengths[:, None] + np.arange(chunk), -1).astype(np.int32)
         index = (
             CacheIndex.make(pos, table)
             if paged
             else CacheIndex.rows(capacity, [0] * rows).limit_context(24).with_positions(pos)
         )
-        seen = visibility_mask(index, window=window)
+        mask = visibility_mask(index, window=window)
         if slopes is not None:
-            seen = add_alibi_bias(index, seen, slopes=slopes)
-        lanes = index.for_heads(KV, block)
-        lanes = lanes if kept == "two pools" else lanes.for_key_value_pool(KV * rows * capacity)
-        lanes = lanes.with_spare_row(vectors * rows * capacity) if spare else lanes
-        given = pools if len(pools) == 2 else [pools[0], None]
-        sunk_ = () if sinks is None else (mx.array(sinks),)
-        joined = [mx.array(np.concatenate([k, v], axis=1)), None]
-        new_ = joined if kept == "one pool of one tensor" else [mx.array(k), mx.array(v)]
-        out, *pools = attend_over_pools(mx.array(q), *new_, *given, lanes, seen, *sunk_, scale=scale, softcap=softcap)
+            mask = add_alibi_bias(index, mask, slopes=slopes)
+        head_index = index.for_heads(KV, block)
+        if pool_form != "two pools":
+            head_index = head_index.for_key_value_pool(KV * rows * capacity)
+        head_index = head_index.with_spare_row(pool_heads * rows * capacity) if spare else head_index
+        pool_inputs = pools if len(pools) == 2 else [pools[0], None]
+        sink_inputs = () if sinks is None else (mx.array(sinks),)
+        one_tensor = [mx.array(np.concatenate([k, v], axis=1)), None]
+        new_inputs = one_tensor if pool_form == "one pool of one tensor" else [mx.array(k), mx.array(v)]
+        inputs = (mx.array(q), *new_inputs, *pool_inputs, head_index, mask, *sink_inputs)
+        out, *pools = attend_over_pools(*inputs, scale=scale, softcap=softcap)
         out = np.array(out)
-        if packing:  # what is seen is what the pools can hold, the call's own tokens included
-            k, v = (unpacked(np.array(packing.quantize(mx.array(x))), bits, 32, DIM, np.float32) for x in (k, v))
+        if quantized_format:  # attention reads quantized values, also those of the call's own tokens
+            rows_of_words = (np.array(quantized_format.quantize(mx.array(x))) for x in (k, v))
+            k, v = (dequantized_rows(words, bits, 32, DIM, np.float32) for words in rows_of_words)
         assert np.array_equal(np.array(token_positions(index)), np.maximum(pos, 0))
         for row in range(rows):
-            held = [
-                np.concatenate([old, x[row, :, : new[row]]], axis=1)
-                for old, x in zip(history[row], (k, v), strict=True)
-            ]
-            history[row] = (held[0], held[1])
+            keys, values = history[row]
+            new_keys, new_values = (x[row, :, : new[row]] for x in (k, v))
+            history[row] = (np.concatenate([keys, new_keys], axis=1), np.concatenate([values, new_values], axis=1))
             for i in range(new[row]):
-                at = int(lengths[row]) + i
-                want = numpy_attention(q[row, :, i], *history[row], at, scale, window, softcap, slopes, sinks)
-                np.testing.assert_allclose(out[row, :, i], want, rtol=2e-5, atol=2e-5)
+                position = int(lengths[row]) + i
+                expected = numpy_attention(q[row, :, i], *history[row], position, scale, window, softcap, slopes, sinks)
+                np.testing.assert_allclose(out[row, :, i], expected, rtol=2e-5, atol=2e-5)
             assert np.isfinite(out[row]).all()  # a padding token's output is unspecified, but never NaN
         lengths = lengths + new
 
 
-def test_queries_may_come_with_rows_and_heads_on_one_axis():
+def test_queries_may_have_rows_and_heads_on_one_axis():
     draw = np.random.default_rng(0)
     q = mx.array(draw.normal(size=(2 * HEADS, 3, DIM)), mx.float32)
     k, v = (mx.array(draw.normal(size=(2, KV, 3, DIM)), mx.float32) for _ in "kv")
@@ -128,7 +130,7 @@ def test_queries_may_come_with_rows_and_heads_on_one_axis():
     assert np.array_equal(np.array(flat), np.array(full).reshape(2 * HEADS, 3, DIM))
 
 
-def test_last_takes_the_tokens_that_ends_names():
+def test_last_takes_the_named_tokens_of_each_row():
     x = mx.arange(2 * 3 * 2).reshape(2, 3, 2).astype(mx.float32)
     assert np.array_equal(np.array(take_tokens(x, mx.array([[2], [0]]))), [[[4, 5]], [[6, 7]]])
     assert np.array_equal(np.array(take_tokens(x, mx.array([[0, 2], [1, 1]]))), [[[0, 1], [4, 5]], [[8, 9], [8, 9]]])
@@ -137,12 +139,12 @@ def test_last_takes_the_tokens_that_ends_names():
 @pytest.mark.parametrize("merge", [0, 1])
 @pytest.mark.parametrize("seq", [1, 2, 3, 130])
 @pytest.mark.parametrize("context", [511, 512, 700])
-def test_few_and_many_queries_over_many_columns(context, seq, merge):
-    """Of the shapes that the CPU multiplies the other way round, and of those whose exponentials are its own."""
+def test_few_and_many_queries_over_many_columns_agree_with_numpy(context, seq, merge):
+    """Shapes whose product the CPU computes transposed, and those that use the exponential written for the CPU."""
     draw = np.random.default_rng(context + seq)
     rows, block = 2, 1024
-    held = [draw.normal(size=(rows, KV, block, DIM)).astype(np.float32) for _ in "kv"]
-    pools = [mx.array(x.reshape(-1, DIM)) for x in held]
+    stored = [draw.normal(size=(rows, KV, block, DIM)).astype(np.float32) for _ in "kv"]
+    pools = [mx.array(x.reshape(-1, DIM)) for x in stored]
     q = draw.normal(size=(rows, HEADS, seq, DIM)).astype(np.float32)
     new = [draw.normal(size=(rows, KV, seq, DIM)).astype(np.float32) for _ in "kv"]
     lengths = np.array([context - seq, 300])
@@ -155,13 +157,13 @@ def test_few_and_many_queries_over_many_columns(context, seq, merge):
     assert out.shape == ((rows, seq, HEADS * DIM) if merge else (rows, HEADS, seq, DIM))
     out = out.reshape(rows, seq, HEADS, DIM) if merge else out.swapaxes(1, 2)
     for row in range(rows):
-        k, v = (np.concatenate([x[row, :, : lengths[row]], y[row]], axis=1) for x, y in zip(held, new, strict=True))
+        k, v = (np.concatenate([x[row, :, : lengths[row]], y[row]], axis=1) for x, y in zip(stored, new, strict=True))
         for i in range(seq):
-            want = numpy_attention(q[row, :, i], k, v, pos[row, i], 0.4)
-            np.testing.assert_allclose(out[row, i], want, rtol=2e-5, atol=2e-5)
+            expected = numpy_attention(q[row, :, i], k, v, pos[row, i], 0.4)
+            np.testing.assert_allclose(out[row, i], expected, rtol=2e-5, atol=2e-5)
 
 
-def test_scores_beyond_a_half_type_before_they_are_scaled():
+def test_unscaled_scores_beyond_float16_do_not_overflow():
     """Raw products of queries and keys reach 10⁵ in some models (Qwen2's), and float16 ends at 65,504."""
     draw = np.random.default_rng(0)
     q, k, v = (draw.normal(size=(1, heads, 3, DIM)).astype(np.float16) for heads in (HEADS, KV, KV))
@@ -174,5 +176,5 @@ def test_scores_beyond_a_half_type_before_they_are_scaled():
     )
     assert np.abs(q.astype(np.float32) @ k.astype(np.float32).repeat(HEADS // KV, 1).swapaxes(2, 3)).max() > 65504
     for i in range(3):
-        want = numpy_attention(*(x.astype(np.float64) for x in (q[0, :, i], k[0], v[0])), i, scale)
-        np.testing.assert_allclose(np.array(out[0, :, i]), want, atol=2e-2)
+        expected = numpy_attention(*(x.astype(np.float64) for x in (q[0, :, i], k[0], v[0])), i, scale)
+        np.testing.assert_allclose(np.array(out[0, :, i]), expected, atol=2e-2)
