@@ -7,7 +7,7 @@ import re
 import pytest
 from conftest import answer
 
-from mlx_transmuter.runtime.decoder import CacheSession
+from mlx_transmuter.runtime.cache_session import CacheSession
 from mlx_transmuter.tasks import text
 
 pytestmark = pytest.mark.usefixtures("cache")

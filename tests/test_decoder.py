@@ -10,7 +10,8 @@ import pytest
 from decoding import decoded, plain, prefill, rows_of, tokens_of
 
 from mlx_transmuter.cache import CacheError
-from mlx_transmuter.runtime.decoder import Decoder, DecoderError
+from mlx_transmuter.runtime.decoder import Decoder
+from mlx_transmuter.runtime.errors import DecoderError
 from mlx_transmuter.runtime.module import ProgramModule
 
 # Rows of different lengths in one batch.

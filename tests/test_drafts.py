@@ -8,7 +8,8 @@ from conftest import NAMES
 from decoding import plain as unrewritten
 
 from mlx_transmuter import ops
-from mlx_transmuter.runtime.decoder import Decoder, DecoderError
+from mlx_transmuter.runtime.decoder import Decoder
+from mlx_transmuter.runtime.errors import DecoderError
 
 
 def along(decoder: Decoder, prompt: list[int], path: list[int]) -> np.ndarray:
@@ -41,7 +42,7 @@ def test_a_tree_of_guesses_has_the_logits_of_plain_steps_and_its_kept_path_goes_
     draw = np.random.default_rng(3)
     module = loaded(name).decoder
     plain, decoder = Decoder(module, 1), Decoder(module, 2)
-    assert "drafts" in decoder.supports
+    assert decoder.supports_drafts
     vocab = decoder.vocab_size
     prompts = [draw.integers(vocab // 2, vocab, n).tolist() for n in (9, 4)]
     run = decoder.begin_session([40, 40], paged=True, block_size=block)
@@ -115,7 +116,10 @@ def test_guesses_after_a_fork_leave_the_other_rows_as_they_are(block, loaded):
     for row, text in enumerate(texts):
         want = along(plain, text, [int(last[row, 0])])
         assert np.abs(ops.to_host(logits[row]) - want).max() <= 1e-5 * np.ptp(want)
-    held = {tuple(table[: len(text)]) for table, text in zip(run._block_table(16).tolist(), texts, strict=True)}
+    held = {
+        tuple(table[: len(text)])
+        for table, text in zip(run.row_slots.table(run.lengths, 16).tolist(), texts, strict=True)
+    }
     assert len(held) == 3
 
 
@@ -140,7 +144,7 @@ def test_a_row_may_keep_nothing_and_padding_guesses_store_nothing(loaded):
 def test_a_draft_is_refused_where_it_cannot_be_right(loaded):
     sees, depths = np.ones((1, 1, 1), bool), np.zeros((1, 1), np.int32)
     tokens = np.array([[5]], np.int32)
-    unsupported = [name for name in NAMES if "drafts" not in Decoder(loaded(name).decoder, 1).supports]
+    unsupported = [name for name in NAMES if not Decoder(loaded(name).decoder, 1).supports_drafts]
     states = "states.*past_conv.0"
     why = {"deltanet_ort": states, "gpt2_reread": "no cache", "lfm2": states}
     assert unsupported == list(why)
@@ -150,7 +154,7 @@ def test_a_draft_is_refused_where_it_cannot_be_right(loaded):
     with pytest.raises(DecoderError, match="attention isn't over pools"):
         Decoder(unrewritten("llama"), 1).begin_session([8], paged=True).verify_draft(tokens, sees, depths)
     decoder = Decoder(loaded("llama").decoder, 1)
-    with pytest.raises(DecoderError, match="pages, and the last draft accepted"):
+    with pytest.raises(DecoderError, match="a paged session, and the last draft accepted"):
         decoder.begin_session([8]).verify_draft(tokens, sees, depths)
     run = decoder.begin_session([1], paged=True)
     run.evaluate(run.step(tokens, [1]))

@@ -15,7 +15,8 @@ from mlx_transmuter import generation, ops
 from mlx_transmuter.cache import QuantizedFormat
 from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.model import Model
-from mlx_transmuter.runtime.decoder import Decoder, DecoderError
+from mlx_transmuter.runtime.decoder import Decoder
+from mlx_transmuter.runtime.errors import DecoderError
 from mlx_transmuter.runtime.module import ProgramModule
 
 TEXT = np.random.default_rng(5).integers(3, 60, 60).tolist()

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from mlx_transmuter import generation, ops
 from mlx_transmuter.generation import PromptCache
-from mlx_transmuter.runtime.decoder import CacheSession, Decoder, DecoderError
+from mlx_transmuter.runtime.cache_session import CacheSession
+from mlx_transmuter.runtime.decoder import Decoder
+from mlx_transmuter.runtime.errors import DecoderError
 from mlx_transmuter.runtime.prefill_schedule import MAX_PACKED_TOKENS, plan_packed_prefill
 
 DRAW = np.random.default_rng(11)
@@ -24,7 +26,7 @@ PROMPTS = [DRAW.integers(3, 60, n).tolist() for n in (37, 5, 0, 12)]
 def test_a_lane_gives_the_logits_of_each_prompt_alone_and_the_rows_go_on(name, options, loaded):
     """Prompts longer than windows, a row without one, padding; then a plain step over what the lane stored."""
     decoder = Decoder(loaded(name).decoder, 4)
-    if "packed" not in decoder.supports:
+    if not decoder.supports_packed_prefill:
         pytest.skip("its attention is not over pools")
     total = [len(prompt) + 1 if prompt else 0 for prompt in PROMPTS]
     run, apart = decoder.begin_session(total, **options), decoder.begin_session(total)
@@ -46,7 +48,7 @@ def test_a_lane_gives_the_logits_of_each_prompt_alone_and_the_rows_go_on(name, o
 
 
 def test_most_fixtures_can(loaded):
-    able = [name for name in NAMES if "packed" in Decoder(loaded(name).decoder, 1).supports]
+    able = [name for name in NAMES if Decoder(loaded(name).decoder, 1).supports_packed_prefill]
     assert {"llama", "mistral", "gemma2", "gemma3_text", "bloom", "gpt2", "llama_genai", "gemma3_genai"} <= set(able)
 
 
@@ -73,7 +75,7 @@ def both(monkeypatch, model, prompts, seeds, **options):
     gen = generation.compile(generation.context(model, **options), len(prompts))
     found = generation.generate(gen, prompts, seeds)
     with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "supports", frozenset({"pages", "forks"}))
+        patch.setattr(Decoder, "supports_packed_prefill", False)
         wanted = generation.generate(gen, prompts, seeds)
     assert [[token.id for token in text] for text in found] == [[token.id for token in text] for text in wanted]
     for text, other in zip(found, wanted, strict=True):
@@ -156,18 +158,18 @@ def test_wrong_lanes_are_refused(loaded):
     for prompts, size, match in [
         ([[5, 6]], 8, "rows"),
         ([[5, 6], [5] * 5], 8, "at most"),
-        ([[5, 6], [7]], 2, "a lane of 2"),
+        ([[5, 6], [7]], 2, "a packed prefill of 2"),
         ([[], []], 2, "1 or more"),
     ]:
         with pytest.raises(DecoderError, match=match):
             run.prefill_packed(prompts, size)
     run.evaluate(run.prefill_packed([[5, 6], []], 2))
-    with pytest.raises(DecoderError, match="hold none"):
+    with pytest.raises(DecoderError, match="rows without tokens"):
         run.prefill_packed([[5], []], 2)
     run.evaluate(run.prefill_packed([[], [7, 8]], 2))
     assert run.lengths.tolist() == [2, 2]
     other = Decoder(plain("llama"), 1)
-    assert "packed" not in other.supports
+    assert not other.supports_packed_prefill
     with pytest.raises(DecoderError, match="over pools"):
         other.begin_session([4]).prefill_packed([[5]], 1)
 

@@ -9,7 +9,8 @@ from decoding import decoded, prefill, rows_of, tokens_of
 
 from mlx_transmuter import generation
 from mlx_transmuter.program.run_plan import PADDING_SIDES, RunPlan
-from mlx_transmuter.runtime.decoder import Decoder, DecoderError
+from mlx_transmuter.runtime.decoder import Decoder
+from mlx_transmuter.runtime.errors import DecoderError
 from mlx_transmuter.runtime.full_context import FullContextSession
 
 
@@ -21,7 +22,7 @@ def test_the_conversion_finds_that_there_is_no_cache(loaded):
     assert isinstance(decoder.begin_session([4, 4]), FullContextSession)
     assert decoder.plan == RunPlan("grow", "whole", "right")
     assert decoder.signature.selects_logits  # only the logits of each row's last token are computed
-    assert "drafts" not in decoder.supports
+    assert not decoder.supports_drafts
 
 
 @pytest.mark.parametrize("padding", PADDING_SIDES)

@@ -13,7 +13,8 @@ from decoding import decoded, plain, prefill, rows_of, tokens_of
 from mlx_transmuter import generation
 from mlx_transmuter.generation import loop
 from mlx_transmuter.program.signature import DecoderSignature
-from mlx_transmuter.runtime.decoder import Decoder, DecoderError
+from mlx_transmuter.runtime.decoder import Decoder
+from mlx_transmuter.runtime.errors import DecoderError
 from mlx_transmuter.runtime.module import ProgramModule
 
 NAMES = ["lfm2", "deltanet_ort"]

@@ -15,11 +15,11 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_transmuter import generation
 from mlx_transmuter.cache import CacheIndex
 from mlx_transmuter.ops.mlx import pooled_attention
-from mlx_transmuter.runtime import steps
 from mlx_transmuter.runtime.buckets import StepColumns
 from mlx_transmuter.runtime.buckets import context_bucket as decoders_bucket
 from mlx_transmuter.runtime.decoder import Decoder
 from mlx_transmuter.runtime.prefill_schedule import prefill_chunks
+from mlx_transmuter.runtime.steps.pooled import PooledStep, PooledStepInputs
 
 # Compilations.
 
@@ -61,7 +61,7 @@ def test_prompts_of_all_lengths_share_a_few_compiled_steps(beams, loaded, monkey
     # 7 lengths, over 64 columns of rows of 64 or of 128 slots, and over 128 columns; the pages of 3 rows are 64 to 512.
     assert len(wanted) <= 7 * 3
     assert beams > 1 or gen.decoder.compilations == len(wanted)
-    assert sum(function.__qualname__.startswith("make_pooled_step.") for function in traced) == len(wanted)
+    assert sum(function.__qualname__.startswith("PooledStep.") for function in traced) == len(wanted)
     again = len(traced)
     generation.generate(gen, [[9] * 77], [0])
     assert len(traced) == again
@@ -263,9 +263,13 @@ def test_a_token_of_one_row_moves_nothing_but_its_keys(loaded):
     keys."""
     decoder = Decoder(loaded("llama").decoder, 1)
     run = decoder.begin_session([40])
-    step = steps.make_pooled_step(decoder.graph, 1, StepColumns(64), run.kv_cache.head_span, False)
+    step = PooledStep(1, StepColumns(64), run.kv_cache.head_span, paged=False, has_positions=False).build(decoder.graph)
     arrays = (mx.array([[5]]), mx.array([3]), mx.array([1]))
-    found = parts(lambda *given: step(list(given[:-3]), *given[-3:], None, None, {}, None), *run.pools.arrays, *arrays)
+    found = parts(
+        lambda *given: step(PooledStepInputs(list(given[:-3]), *given[-3:], None, None, {}, None)),
+        *run.pools.arrays,
+        *arrays,
+    )
     count = Counter(part["name"] for part in found if part["type"] == "primitive")
     layers = 2
     assert count["Matmul"] == 4 * layers + 2  # and the angles of the rotation

@@ -19,8 +19,10 @@ from mlx_transmuter.ops.mlx import pooled_attention
 from mlx_transmuter.program import Node
 from mlx_transmuter.runtime import buckets
 from mlx_transmuter.runtime.buckets import Ring, attention_windows, choose_window_context, context_bucket
-from mlx_transmuter.runtime.decoder import Decoder, DecoderError
+from mlx_transmuter.runtime.decoder import Decoder
+from mlx_transmuter.runtime.errors import DecoderError
 from mlx_transmuter.runtime.prefill_schedule import prefill_chunks
+from mlx_transmuter.runtime.steps.packed_prefill import PackedPrefillStep
 
 WINDOWED = ["gemma3_genai", "mistral", "mistral_genai"]  # windows of 8 in all layers
 MIXED = ["gemma2", "gemma3_text", "gpt_neo", "gpt_oss"]  # in one of two
@@ -235,7 +237,7 @@ def test_several_prompts_in_a_lane_go_on_in_rings(loaded):
     for lengths, packs in (((9, 2, 1, 3, 1, 2), True), ((10, 2, 1, 3, 1, 2), False)):
         prompts = [TEXT[i : i + n] for i, n in enumerate(lengths)]
         same(generated(gen, prompts), generated(all_kept, prompts))
-        assert any(key[0] == "packed" for key in gen.decoder._compiled_functions) == packs or not packs
+        assert any(isinstance(step, PackedPrefillStep) for step in gen.decoder._compiled_steps) == packs or not packs
     run = gen.decoder.begin_session([40] * 6)
     with pytest.raises(DecoderError, match="at most 9 each"):
         run.prefill_packed([TEXT[:10], [], [], [], [], []], 10)
@@ -249,7 +251,7 @@ def test_a_row_is_set_back_while_its_window_is_there(pages, loaded):
     for part in prefill_chunks(200, run.max_step_tokens):
         run.evaluate(run.step(np.array([TEXT[at : at + part]], np.int32), [part]))
         at += part
-    least = 200 - run.ring.max_step_tokens if not pages else int(run._first_positions()[0]) + 7
+    least = 200 - run.row_slots.ring.max_step_tokens if not pages else int(run.row_slots.first_positions()[0]) + 7
     with pytest.raises(DecoderError, match="a window of 8 tokens before"):
         run.truncate([least - 1])
     wrong = np.array([[7] * (200 - least)], np.int32)

@@ -153,7 +153,7 @@ def context(
 
 
 def _require_draft_support(where: str, decoder: Decoder) -> None:
-    if "drafts" not in decoder.supports:
+    if not decoder.supports_drafts:
         raise GenerationError(
             where,
             "a graph whose attention was not rewritten onto pools, which cannot check or take back tokens",

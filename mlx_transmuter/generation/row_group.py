@@ -12,9 +12,8 @@ from mlx_transmuter.generation.drafts.draft_tree import slots_with_drafts
 from mlx_transmuter.generation.logits.host_processor_inputs import HostProcessorInputs
 from mlx_transmuter.generation.logits.processor_state import ProcessorState
 from mlx_transmuter.generation.row import Row
-from mlx_transmuter.runtime.decoder import CacheSession
-from mlx_transmuter.runtime.full_context import FullContextSession
 from mlx_transmuter.runtime.prefill_schedule import PackedPrefillRow, plan_packed_prefill, prefill_chunks
+from mlx_transmuter.runtime.session import Session
 
 
 class RowGroup:
@@ -80,7 +79,7 @@ class RowGroup:
     def _plan_packed_prefill(self, prompts: Mapping[int, list[int]]) -> list[PackedPrefillRow]:
         """The lanes to run whole prompts in, several in one, where that takes fewer tokens; else none."""
         if (
-            "packed" not in self.batch.compiled.decoder.supports
+            not self.batch.compiled.decoder.supports_packed_prefill
             or self.batch.prompt_positions is not None
             or any(self.lengths)
         ):
@@ -160,7 +159,7 @@ class RowGroup:
 
 
 def prefill_in_chunks(
-    session: CacheSession | FullContextSession,
+    session: Session,
     step: Callable[[np.ndarray, list[int]], mx.array],
     sequences: Mapping[int, Sequence[int]],
     batch: Batch,
@@ -193,6 +192,6 @@ def prefill_in_chunks(
     return last
 
 
-def _max_chunk_tokens(run: CacheSession | FullContextSession, batch: Batch) -> int:
+def _max_chunk_tokens(run: Session, batch: Batch) -> int:
     """The most tokens of a step of a prompt."""
     return min(batch.context.prefill_step_size, run.max_step_tokens or batch.context.prefill_step_size)

@@ -17,7 +17,8 @@ from mlx_transmuter.model import load_folder
 from mlx_transmuter.ops import OperatorError
 from mlx_transmuter.program import ProgramError
 from mlx_transmuter.program.signature import SignatureError
-from mlx_transmuter.runtime.decoder import Decoder, DecoderError
+from mlx_transmuter.runtime.decoder import Decoder
+from mlx_transmuter.runtime.errors import DecoderError
 
 OURS = (ProgramError, OperatorError, DecoderError, SignatureError)
 

@@ -47,11 +47,11 @@ class FakeDecoder:
         dtype: mx.Dtype = mx.float32,
         salt: int = 0,
         memory: int = 0,
-        supports: tuple[str, ...] = ("pages", "forks", "drafts"),
+        supports_drafts: bool = True,
     ):
         self.rows, self.vocab_size, self.max_positions = rows, vocab, max_positions
         self.groups_by_length, self.runs_ahead, self.dtype, self.salt = by_length, runs_ahead, dtype, salt
-        self.context_length, self.supports = memory, frozenset(supports)
+        self.context_length, self.supports_drafts, self.supports_packed_prefill = memory, supports_drafts, False
         self.compilations = 0
         self.sessions: list[FakeSession] = []
 
@@ -143,6 +143,12 @@ class FakeSession:
     def fork(self, parents: list[int]) -> None:
         assert self.paged
         self.tokens = [list(self.tokens[parent]) for parent in parents]
+
+    def prefill_packed(self, prompts: Sequence[Sequence[int]], seq: int) -> mx.array:
+        raise AssertionError("this decoder supports no packed prefill")
+
+    def store_prefixes(self, row_tokens: Sequence[Sequence[int] | None]) -> None:
+        raise AssertionError("this decoder has no prompt cache")
 
     def evaluate(self, *arrays: mx.array, wait: bool = True) -> None:
         self.evaluate_waits.append(wait)

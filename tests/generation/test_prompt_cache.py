@@ -18,7 +18,8 @@ from mlx_transmuter.cache import CacheError
 from mlx_transmuter.cache.layout import slots_of_blocks
 from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.model import Model
-from mlx_transmuter.runtime.decoder import CacheSession, Decoder
+from mlx_transmuter.runtime.cache_session import CacheSession
+from mlx_transmuter.runtime.decoder import Decoder
 
 NEW_TOKENS = 4
 TEXT = np.random.default_rng(7).integers(3, 60, 80).tolist()
@@ -253,13 +254,13 @@ def test_a_run_given_up_keeps_what_it_computed(loaded):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("where", ["_allocate_slots", "evaluate", "step_function", "put"])
+@pytest.mark.parametrize("where", ["_append_tokens", "evaluate", "compile_once", "put"])
 def test_a_run_that_failed_leaves_nothing_half_written(error, where, loaded, monkeypatch):
     """Wherever an interrupt or a failure comes, later runs give what they give without a cache."""
     model = loaded("llama")
     cache, gen = PromptCache(model), compile_model(model)
     generation.generate(gen, [TEXT[:8]], [0], prompt_cache=cache)
-    owner = {"step_function": Decoder, "put": type(cache.kv_cache.pools)}.get(where, CacheSession)
+    owner = {"compile_once": Decoder, "put": type(cache.kv_cache.pools)}.get(where, CacheSession)
     calls, real = [0], getattr(owner, where)
 
     def failing(*args, **more):

@@ -267,7 +267,7 @@ def test_what_cannot_guess_says_so():
     with pytest.raises(GenerationError, match="num_beams"):
         compile_fake(1, num_beams=2, prompt_lookup_num_tokens=4)
     with pytest.raises(GenerationError, match="prompt_lookup_num_tokens"):
-        compile_fake(1, prompt_lookup_num_tokens=4, fake={"supports": ("pages",)})
+        compile_fake(1, prompt_lookup_num_tokens=4, fake={"supports_drafts": False})
     gen = compile_fake(1, prompt_lookup_num_tokens=4)
     with pytest.raises(GenerationError, match="position_ids"):
         generation.generate_steps(gen, [[3, 4]], [0], {"position_ids": [[[0, 4]]]})

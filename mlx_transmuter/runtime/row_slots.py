@@ -1,0 +1,140 @@
+"""RowSlots: which slots of a KVCache hold the tokens of a session's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mlx_transmuter.cache import KVCache, PoolSpec
+from mlx_transmuter.cache.layout import ceil_div, run_table
+from mlx_transmuter.runtime.buckets import Ring, power_of_two_bucket
+
+
+class RowSlots:
+    """The slots of a session's rows, and those of the draft that is being checked.
+
+    paged: rows have blocks of slots, so that they can fork; else each row has one run of slots. ring: the slots that a
+    row keeps, however long it gets; None where rows keep all tokens. is_shared: whether the cache outlives the session,
+    and with it the tokens before the window.
+    """
+
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        sequences: Sequence[int | None],
+        ring: Ring | None,
+        *,
+        paged: bool,
+        is_shared: bool = False,
+    ):
+        self.kv_cache, self.ring, self.paged, self.is_shared = kv_cache, ring, paged, is_shared
+        self._sequences = list(sequences)
+        self._draft_sequences: list[int] | None = None
+        self._peak_lengths = np.zeros(len(sequences), np.int32)
+
+    @staticmethod
+    def allocate(
+        pool_specs: Sequence[PoolSpec], max_lengths: Sequence[int], ring: Ring | None, block_size: int | None
+    ) -> RowSlots:
+        """Returns the slots of rows in a cache of their own, in blocks of block_size slots; None: in runs.
+
+        The cache has one of a few sizes, so that sessions share steps: one is compiled for the size of its pools.
+        """
+        if block_size is None:
+            run = ring.slots if ring else power_of_two_bucket(int(max(max_lengths)))
+            kv_cache = KVCache(pool_specs, len(max_lengths) * run, run, run_slots=run)
+        else:
+            lengths = [min(int(length), ring.slots + block_size) if ring else int(length) for length in max_lengths]
+            slots = sum(ceil_div(length, block_size) * block_size for length in lengths)
+            slots = max(1, slots) if ring else power_of_two_bucket(slots)  # a ring has one of a few sizes already
+            kv_cache = KVCache(pool_specs, ceil_div(slots, block_size) * block_size, block_size)
+        sequences = [kv_cache.block_manager.open()[0] if length else None for length in max_lengths]
+        return RowSlots(kv_cache, sequences, ring, paged=block_size is not None)
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether a draft is being checked."""
+        return self._draft_sequences is not None
+
+    def table(self, lengths: np.ndarray, width: int, *, ring: bool = False) -> np.ndarray:
+        """Returns the slots int32 [rows, width] of the first positions of rows of lengths int32 [rows] tokens.
+
+        ring: of the last positions, each at its column of a ring. -1 where a row has no token.
+        """
+        if self.paged:
+            return self.kv_cache.block_manager.table(self._sequences, width, ring=ring)
+        return run_table(lengths, width, self.kv_cache.head_span, ring=ring)
+
+    def append(self, counts: np.ndarray, lengths: np.ndarray) -> None:
+        """Gives slots to counts[r] more tokens of each row, which then has lengths[r]."""
+        self._peak_lengths = np.maximum(self._peak_lengths, lengths)
+        if self.paged:
+            for sequence, count in zip(self._sequences, counts.tolist(), strict=True):
+                if count:
+                    assert sequence is not None
+                    self.kv_cache.append(sequence, count)
+
+    def free_unreachable(self, lengths: np.ndarray) -> None:
+        """Frees the slots of tokens that no window reaches any more, unless the cache keeps them for later sessions."""
+        if self.ring is None or not self.paged or self.is_shared:
+            return
+        for sequence, length in zip(self._sequences, lengths.tolist(), strict=True):
+            if sequence is not None:  # one more than the window: a ring reads its newest in place of what nobody sees
+                self.kv_cache.block_manager.free_before(sequence, max(0, length - self.ring.window))
+
+    def first_positions(self) -> np.ndarray:
+        """Returns the first position int32 [rows] of each row that still has its slot."""
+        if not self.paged:
+            return np.maximum(0, self._peak_lengths - self.kv_cache.head_span)
+        manager = self.kv_cache.block_manager
+        return np.array([0 if row is None else manager.first_position(row) for row in self._sequences], np.int32)
+
+    def open_draft(self, counts: Sequence[int], width: int) -> np.ndarray:
+        """Returns slots int32 [rows, width] for counts[r] draft tokens after each row, -1 for padding."""
+        self._draft_sequences = self.kv_cache.open_drafts(counts)
+        return self.kv_cache.block_manager.table(self._draft_sequences, width)
+
+    def accept_draft(self, accepted: Sequence[Sequence[int]]) -> None:
+        """Makes the draft tokens accepted[r] the next tokens of row r, and ends the draft."""
+        assert self._draft_sequences is not None
+        self.kv_cache.accept_drafts(self._sequences, self._draft_sequences, accepted)
+        self._draft_sequences = None
+
+    def truncate(self, lengths: np.ndarray) -> None:
+        """Drops the tokens of each row after its first lengths[r].
+
+        In a run of slots the next tokens are written over them; until then no position sees them.
+        """
+        for sequence, length in zip(self._sequences, lengths.tolist(), strict=True):
+            if self.paged and sequence is not None:
+                self.kv_cache.block_manager.truncate(sequence, length)
+
+    def fork(self, parents: Sequence[int]) -> None:
+        """Makes row r share the slots of row parents[r]; nothing is copied until a row writes into a shared block.
+
+        The first row that follows a parent takes its sequence over, so most rows only change places.
+        """
+        manager, free, sequences = self.kv_cache.block_manager, list(self._sequences), []
+        for parent in parents:
+            sequence, free[parent] = free[parent], None
+            shared = self._sequences[parent]
+            sequences.append(manager.fork(shared) if sequence is None and shared is not None else sequence)
+        for sequence in free:
+            if sequence is not None:
+                manager.free(sequence)
+        self._sequences = sequences
+
+    def store_prefixes(self, row_tokens: Sequence[Sequence[int] | None], lengths: np.ndarray) -> None:
+        """Leaves the slots of each row's first lengths[r] tokens for later prompts that begin with them."""
+        for sequence, tokens, length in zip(self._sequences, row_tokens, lengths.tolist(), strict=True):
+            if sequence is not None and tokens is not None:
+                self.kv_cache.block_manager.store_prefix(sequence, tokens[:length])
+
+    def close(self) -> None:
+        """Ends the rows. Gives the pools' memory back, unless they outlive the session."""
+        if self.is_shared:
+            self.kv_cache.close_sequences([*self._sequences, *(self._draft_sequences or ())])
+            self._sequences = []
+        else:
+            self.kv_cache.pools.drop()

@@ -1,0 +1,117 @@
+"""Sessions: what a decoder does with the tokens of its rows from the first to the last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_transmuter.runtime.errors import DecoderError
+
+if TYPE_CHECKING:
+    from mlx_transmuter.runtime.decoder import Decoder
+
+
+@runtime_checkable
+class Session(Protocol):
+    """What generation uses of a session; see DecoderSession and CacheSession for what its methods do."""
+
+    @property
+    def lengths(self) -> np.ndarray: ...
+    @property
+    def copied_slots(self) -> int: ...
+    @property
+    def max_step_tokens(self) -> int | None: ...
+    @property
+    def runs_ahead(self) -> bool: ...
+    def step(self, tokens: Any, counts: Sequence[int], positions: Any = None) -> mx.array: ...
+    def prefill_packed(self, prompts: Sequence[Sequence[int]], seq: int) -> mx.array: ...
+    def verify_draft(self, tokens: Any, ancestor_mask: Any, depths: Any) -> mx.array: ...
+    def accept(self, accepted: Sequence[Sequence[int]]) -> None: ...
+    def truncate(self, lengths: Sequence[int]) -> None: ...
+    def fork(self, parents: Sequence[int]) -> None: ...
+    def evaluate(self, *arrays: mx.array, wait: bool = True) -> None: ...
+    def store_prefixes(self, row_tokens: Sequence[Sequence[int] | None]) -> None: ...
+    def close(self) -> None: ...
+
+
+class DecoderSession:
+    """What the sessions of a Decoder share: the lengths of its rows, and an error for all that needs a cache.
+
+    lengths, max_lengths: int32 [rows], the tokens that each row has, and the most that it will have. extra_inputs: the
+    arrays of the graph's other inputs. max_step_tokens: the most tokens of a step, None for no limit. runs_ahead:
+    whether a step can be built while the one before it runs.
+    """
+
+    max_step_tokens: int | None = None
+    runs_ahead: bool = False
+
+    def __init__(self, decoder: Decoder, max_lengths: Sequence[int], extra_inputs: Mapping[str, mx.array]):
+        self.decoder, self.extra_inputs = decoder, extra_inputs
+        self.max_lengths = np.asarray(max_lengths, np.int32)
+        self.lengths = np.zeros(decoder.rows, np.int32)
+
+    @property
+    def copied_slots(self) -> int:
+        """How many slots were copied for this session."""
+        return 0
+
+    def step(self, tokens: Any, counts: Sequence[int], positions: Any = None) -> mx.array:
+        """Returns lazy logits [rows, vocab] at the last token of each row; those of a row without one are unspecified.
+
+        tokens: int32 [rows, seq], or float embeddings [rows, seq, dim]; the first counts[r] of row r are tokens, the
+        rest is padding. positions: int32 [rows, seq] or [axes, rows, seq], by default each token's index in its row.
+        Raises DecoderError for a row that would have more tokens than its max_lengths.
+        """
+        raise NotImplementedError
+
+    def fork(self, parents: Sequence[int]) -> None:
+        """Makes row r continue after the tokens of row parents[r] from now on."""
+        order = list(parents)
+        self.lengths = self.lengths[order]
+        self.max_lengths = np.maximum(self.max_lengths, self.max_lengths[order])
+
+    def evaluate(self, *arrays: mx.array, wait: bool = True) -> None:
+        """The one evaluation of a step."""
+        (mx.eval if wait else mx.async_eval)(*arrays)
+
+    def close(self) -> None:
+        """Ends the session and gives its memory back."""
+        raise NotImplementedError
+
+    def prefill_packed(self, prompts: Sequence[Sequence[int]], seq: int) -> mx.array:
+        """Returns the logits after prompts that run one after another in one row. Needs a cache."""
+        raise _no_cache("a packed prefill")
+
+    def verify_draft(self, tokens: Any, ancestor_mask: Any, depths: Any) -> mx.array:
+        """Returns the logits after each token of a draft. Needs a cache."""
+        raise _no_cache("a draft")
+
+    def accept(self, accepted: Sequence[Sequence[int]]) -> None:
+        """Takes tokens of the draft into the rows. Needs a cache."""
+        raise _no_cache("a draft")
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Drops the last tokens of rows. Needs a cache."""
+        raise _no_cache("a truncation")
+
+    def store_prefixes(self, row_tokens: Sequence[Sequence[int] | None]) -> None:
+        """Leaves the rows' slots for later prompts. Needs a cache."""
+        raise _no_cache("a prompt cache")
+
+    def _check_counts(self, tokens: Any, counts: Sequence[int]) -> np.ndarray:
+        """Returns counts as int32 [rows]. Raises DecoderError where they don't fit the tokens or the rows' lengths."""
+        rows, shape, checked = self.decoder.rows, tokens.shape, np.asarray(counts, np.int32)
+        if shape[0] != rows or checked.shape != (rows,) or min(counts) < 0 or max(counts) > shape[1]:
+            found = f"tokens {list(shape)} and counts {list(counts)}"
+            raise DecoderError(found, f"{rows} rows, and counts from 0 to all tokens of a row")
+        if (self.lengths + checked > self.max_lengths).any():
+            found = f"rows of {(self.lengths + checked).tolist()} tokens"
+            raise DecoderError(found, f"at most {self.max_lengths.tolist()}, as the session was begun")
+        return checked
+
+
+def _no_cache(what: str) -> DecoderError:
+    return DecoderError(f"{what} for a graph with no cache", "one whose attention is over pools", "run plain steps")

@@ -1,0 +1,78 @@
+"""The step of a packed prefill: several prompts, one after another in one row, over pools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_transmuter.cache import CacheIndex
+from mlx_transmuter.runtime.steps.graph import DecoderGraph, check_logits
+from mlx_transmuter.runtime.steps.pooled import run_over_pools
+
+
+class PackedPrefillInputs(NamedTuple):
+    """pools: taken from their owner. tokens, positions (-1 for padding), slots: int32 [1, seq].
+
+    last_indices: int32 [1, prompts], the index of each prompt's last token; 0 for an empty prompt.
+    """
+
+    pools: list[mx.array]
+    tokens: mx.array
+    positions: mx.array
+    slots: mx.array
+    last_indices: mx.array
+
+    @staticmethod
+    def pack(
+        pools: list[mx.array], prompts: Sequence[Sequence[int]], block_table: np.ndarray, seq: int
+    ) -> PackedPrefillInputs:
+        """Returns the inputs of prompts in one row of seq tokens; block_table [prompts, ...] has their slots."""
+        tokens = np.zeros((1, seq), np.int32)
+        positions, slots = np.full((2, 1, seq), -1, np.int32)
+        last_indices = np.zeros((1, len(prompts)), np.int32)
+        start = 0
+        for row, prompt in enumerate(prompts):
+            if count := len(prompt):
+                span = slice(start, start + count)
+                tokens[0, span], positions[0, span], slots[0, span] = prompt, range(count), block_table[row, :count]
+                start += count
+                last_indices[0, row] = start - 1
+        return PackedPrefillInputs(pools, *map(mx.array, (tokens, positions, slots, last_indices)))
+
+
+class PackedPrefillOutputs(NamedTuple):
+    """logits: [prompts, vocab] after each prompt. pools: after the step."""
+
+    logits: mx.array
+    pools: list[mx.array]
+
+
+@dataclass(frozen=True)
+class PackedPrefillStep:
+    """A packed prefill of seq tokens; head_span: as of PooledStep."""
+
+    seq: int
+    head_span: int
+
+    def build(self, graph: DecoderGraph) -> Callable[[PackedPrefillInputs], PackedPrefillOutputs]:
+        """Returns the function of the step."""
+        signature, _ = CacheIndex.packed(self.seq, [[self.seq]]).walk()
+
+        def run(inputs: PackedPrefillInputs) -> PackedPrefillOutputs:
+            outputs, pools = run_over_pools(
+                graph,
+                inputs.pools,
+                CacheIndex.from_walk(signature, [inputs.positions]).store_at(inputs.slots),
+                self.head_span,
+                tokens=inputs.tokens,
+                positions=mx.maximum(inputs.positions, 0),
+                logit_indices=inputs.last_indices,
+                extra_inputs={},
+            )
+            return PackedPrefillOutputs(check_logits(graph, outputs)[0], pools)
+
+        return run

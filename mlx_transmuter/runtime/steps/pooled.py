@@ -1,0 +1,139 @@
+"""The step of a program over pools, which reads and writes its keys and values by an index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from mlx_transmuter.cache import CacheIndex, QuantizedPool
+from mlx_transmuter.runtime.buckets import StepColumns
+from mlx_transmuter.runtime.steps.graph import (
+    DecoderGraph,
+    check_logits,
+    gather_logits,
+    is_token,
+    last_token_indices,
+    row_positions,
+    updated_states,
+)
+
+
+class PooledStepInputs(NamedTuple):
+    """pools: taken from their owner, one a cache pair. tokens: int32 [rows, seq], or embeddings [rows, seq, dim].
+
+    lengths, counts: int32 [rows], the tokens of each row before the step, and those in it. block_table: int32 [rows,
+    context], that of a ring where the columns are one; None where each row is one run of slots. window_table: the ring
+    of the layers with a window, None where they read as the others do. extra_inputs: the graph's other inputs and its
+    states. positions: int32 [rows, seq] or [axes, rows, seq]; None for those that follow from the lengths.
+    """
+
+    pools: list[mx.array]
+    tokens: mx.array
+    lengths: mx.array
+    counts: mx.array
+    block_table: mx.array | None
+    window_table: mx.array | None
+    extra_inputs: dict[str, mx.array]
+    positions: mx.array | None
+
+
+class PooledStepOutputs(NamedTuple):
+    """logits: [rows, vocab] at the last token of each row. pools, states: after the step."""
+
+    logits: mx.array
+    pools: list[mx.array]
+    states: list[mx.array]
+
+
+@dataclass(frozen=True)
+class PooledStep:
+    """A step of seq tokens over columns of pools in which head_span slots of one head lie together.
+
+    paged: whether rows have a block table.
+    """
+
+    seq: int
+    columns: StepColumns
+    head_span: int
+    paged: bool
+    has_positions: bool
+
+    def build(self, graph: DecoderGraph) -> Callable[[PooledStepInputs], PooledStepOutputs]:
+        """Returns the function of the step."""
+
+        def run(inputs: PooledStepInputs) -> PooledStepOutputs:
+            default_positions = row_positions(inputs.lengths, self.seq)
+            token_positions = mx.where(is_token(inputs.counts, self.seq), default_positions, -1)
+            last = last_token_indices(inputs.counts)
+            outputs, pools = run_over_pools(
+                graph,
+                inputs.pools,
+                self._index(graph, inputs, token_positions),
+                self.head_span,
+                window_index=ring_index(graph, token_positions, inputs.window_table),
+                tokens=inputs.tokens,
+                positions=default_positions if inputs.positions is None else inputs.positions,
+                logit_indices=last[:, None],
+                extra_inputs=inputs.extra_inputs,
+            )
+            logits = check_logits(graph, outputs)
+            logits = logits[:, 0] if graph.signature.selects_logits else gather_logits(logits, last)
+            return PooledStepOutputs(logits, pools, updated_states(graph, inputs.extra_inputs, outputs, inputs.counts))
+
+        return run
+
+    def _index(self, graph: DecoderGraph, inputs: PooledStepInputs, token_positions: mx.array) -> CacheIndex:
+        if self.paged:
+            index = CacheIndex.make(token_positions, inputs.block_table)
+        else:
+            runs = CacheIndex.rows(self.head_span, [0] * inputs.tokens.shape[0])
+            runs = runs if self.columns.is_ring else runs.limit_context(self.columns.context)
+            index = runs.with_positions(token_positions)
+        return as_window_ring(graph, index) if self.columns.is_ring else index
+
+
+def run_over_pools(
+    graph: DecoderGraph,
+    pools: list[mx.array],
+    index: CacheIndex,
+    head_span: int,
+    *,
+    window_index: CacheIndex | None = None,
+    tokens: mx.array,
+    positions: mx.array,
+    logit_indices: mx.array,
+    extra_inputs: dict[str, mx.array],
+) -> tuple[dict[str, mx.array], list[mx.array]]:
+    """Returns the outputs of the program over pools, and the new pools; see StepInputs.feed and StepInputs.pools."""
+    step_inputs = graph.step_inputs
+    feed = step_inputs.feed(
+        tokens=tokens,
+        positions=positions,
+        past=step_inputs.pools(_quantized(graph, pools), index, head_span, window_index=window_index),
+        logit_indices=logit_indices,
+        extra_inputs=extra_inputs,
+    )
+    outputs = graph.module(**feed)
+    presents = [outputs[pair.present] for pair in graph.signature.cache_pairs]
+    return outputs, [pool.rows if isinstance(pool, QuantizedPool) else pool for pool in presents]
+
+
+def _quantized(graph: DecoderGraph, pools: Sequence[mx.array]) -> list[mx.array | QuantizedPool]:
+    return [
+        QuantizedPool(pool, spec.quantized_format) if spec.quantized_format else pool
+        for spec, pool in zip(graph.pool_specs, pools, strict=True)
+    ]
+
+
+def as_window_ring(graph: DecoderGraph, index: CacheIndex) -> CacheIndex:
+    """Returns the index with its columns as a ring that shows the graph's largest window."""
+    assert graph.max_window is not None
+    return index.as_ring().window(graph.max_window)
+
+
+def ring_index(graph: DecoderGraph, token_positions: mx.array, table: mx.array | None) -> CacheIndex | None:
+    """Returns the index over the table of a ring; None without a table."""
+    return None if table is None else as_window_ring(graph, CacheIndex.make(token_positions, table))
