@@ -117,8 +117,8 @@ def _check_device_types(graph: Program, path: Path) -> None:
     for label, dtype, size in arrays:
         try:
             count = ops.device_dtype(dtype).size * size
-        except ValueError as problem:
-            raise ConvertError(path, f"{label}: {problem}", "a type that MLX has") from None
+        except ops.OperatorError as error:
+            raise ConvertError(path, f"{label}: {error.found}", error.expected) from None
         if count > MAX_VALUE_BYTES:
             raise ConvertError(path, f"{label} of {count} bytes", f"at most {MAX_VALUE_BYTES}, half of the memory here")
 

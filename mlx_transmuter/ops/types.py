@@ -1,14 +1,16 @@
-"""Types: what MLX holds of each ONNX tensor type, and the passage of host arrays to the device.
+"""Element types: the MLX type of each ONNX tensor type, and copies of arrays from host to device and back.
 
 Nothing on a device is wider than 32 bits: ONNX's int64 is int32 there, its double float32 (Metal has no float64 and no
-scatter of 8-byte types). Values out of range are clamped, so the INT64_MAX that exporters write for "to the end" keeps
-its meaning.
+scatter of 8-byte types). Values out of range become the nearest in range, so the INT64_MAX that exporters write for "to
+the end" keeps its meaning.
 """
 
 import mlx.core as mx
 import numpy as np
 
-# ONNX TensorProto.DataType -> (the type's name, what the device holds of it)
+from mlx_transmuter.ops.registry import OperatorError
+
+# ONNX TensorProto.DataType -> (the type's name, its MLX type on the device)
 ELEMENT_TYPES: dict[int, tuple[str, mx.Dtype | None]] = {
     1: ("float32", mx.float32),
     2: ("uint8", mx.uint8),
@@ -45,16 +47,20 @@ ELEMENT_TYPE_CODES = {name: code for code, name in ELEMENT_TYPE_NAMES.items()}
 _DEVICE_INTEGERS = {"int64": np.int32, "uint64": np.uint32}
 
 
-def device_dtype(type_name: str) -> mx.Dtype:
-    """What a device holds of the ONNX type `name`. Raises ValueError for a type that MLX has no form of."""
-    dtype = ELEMENT_TYPES[ELEMENT_TYPE_CODES[type_name]][1]
+def device_dtype(element_type: str | int) -> mx.Dtype:
+    """Returns the MLX type of an ONNX type on a device, given by its name or its code (a TensorProto.DataType).
+
+    Raises OperatorError for a type that is unknown or that MLX has no type for.
+    """
+    code = ELEMENT_TYPE_CODES.get(element_type, 0) if isinstance(element_type, str) else element_type
+    name, dtype = ELEMENT_TYPES.get(code, (element_type, None))
     if dtype is None:
-        raise ValueError(f"found a tensor of type {type_name}; MLX has no such type")
+        raise OperatorError(f"a tensor of type {name}", "a type that MLX has")
     return dtype
 
 
 def to_device(array: np.ndarray) -> mx.array:
-    """The host array as an `mx.array` no wider than 32 bits; integers out of range are clamped to the range."""
+    """Returns the host array as an `mx.array` of at most 32 bits; integers out of range become the nearest in range."""
     array = np.asarray(array, order="C")  # MLX takes no negative strides
     narrow = _DEVICE_INTEGERS.get(array.dtype.name)
     if narrow is not None:
@@ -70,5 +76,5 @@ def to_device(array: np.ndarray) -> mx.array:
 
 
 def to_host(array: mx.array) -> np.ndarray:
-    """The array's values as numpy; bfloat16, which numpy lacks, comes as float32."""
+    """Returns the array's values as numpy; bfloat16, which numpy lacks, becomes float32."""
     return np.array(array.astype(mx.float32) if array.dtype == mx.bfloat16 else array)

@@ -270,8 +270,8 @@ def _check_weights(program: Program, weights: dict[str, mx.array]) -> None:
     for name, weight in program.weights.items():
         try:
             dtype = ops.device_dtype(weight.dtype)
-        except ValueError as error:
-            raise ProgramError(f"the weight {name!r}", str(error), "a type that MLX has") from None
+        except ops.OperatorError as error:
+            raise ProgramError(f"the weight {name!r}", error.found, error.expected) from None
         found = weights[name]
         if tuple(found.shape) != weight.shape or found.dtype != dtype or math.prod(weight.shape) != found.size:
             raise ProgramError(

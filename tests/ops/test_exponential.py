@@ -70,18 +70,19 @@ def test_other_types_and_short_arrays_keep_mlx_s_own(dtype):
     columns=st.integers(1, 300) | st.sampled_from([256, 384, 1024]),  # of which many are reduced in two steps
     spread=st.sampled_from([0.0, 1.0, 30.0, 1e4]),
     hidden=st.floats(0, 1),
-    compiled=st.booleans(),
+    compiles=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_parts_of_a_softmax_are_the_softmax(rows, columns, spread, hidden, compiled_or_not, seed):
+def test_parts_of_a_softmax_are_the_softmax(rows, columns, spread, hidden, compiles, seed):
     draw = np.random.default_rng(seed)
     x = (draw.normal(size=(rows, columns)) * spread).astype(np.float32)
     x[draw.random(x.shape) < hidden] = np.finfo(np.float32).min  # as attention hides columns; maybe all of a row
-    weights = np.exp(x.astype(np.float64) - x.max(-1, keepdims=True))
-    wanted = weights / weights.sum(-1, keepdims=True)
-    found, sums = (mx.compile(softmax_numerator_and_sum) if compiled_or_not else softmax_numerator_and_sum)(mx.array(x))
-    found = found if sums is None else found / sums
-    np.testing.assert_allclose(np.array(found), wanted, rtol=1e-5, atol=1e-7)
+    exponentials = np.exp(x.astype(np.float64) - x.max(-1, keepdims=True))
+    expected = exponentials / exponentials.sum(-1, keepdims=True)
+    function = mx.compile(softmax_numerator_and_sum) if compiles else softmax_numerator_and_sum
+    weights, sums = function(mx.array(x))
+    weights = weights if sums is None else weights / sums
+    np.testing.assert_allclose(np.array(weights), expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("shape", [(8, 300), (32, 1024)])

@@ -51,3 +51,12 @@ def test_one_step_is_exact():
     case = lstm_inputs(1, True, np.int8, True)
     case[0], case[4] = case[0][:1], None
     assert_matches_onnxruntime("DynamicQuantizeLSTM", case, {"hidden_size": HIDDEN}, ("y", "h", "c"), tolerance=2e-6)
+
+
+@pytest.mark.parametrize("clip", [0.05, 0.3])
+def test_the_clip_is_of_the_gates_and_not_of_the_output(clip):
+    case = lstm_inputs(1, True, np.int8, True)
+    case[0], case[4] = case[0][:1], None
+    case[6] = 4 * case[6]  # cell states far beyond the clip
+    attrs = {"hidden_size": HIDDEN, "clip": clip}
+    assert_matches_onnxruntime("DynamicQuantizeLSTM", case, attrs, ("y", "h", "c"), tolerance=2e-6)

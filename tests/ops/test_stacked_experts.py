@@ -10,14 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_transmuter.ops import make_layer
-from mlx_transmuter.ops.mlx.switch_linear import (
-    MIN_SORTED_CHOICES,
-    QuantizedSwitchLinear,
-    SwitchLinear,
-    combine_expert_outputs,
-    dispatch_to_experts,
-    switch_linear,
-)
+from mlx_transmuter.ops.mlx.moe import MIN_SORTED_CHOICES, combine_expert_outputs, dispatch_to_experts
+from mlx_transmuter.ops.mlx.switch_linear import QuantizedSwitchLinear, SwitchLinear, switch_linear
 
 TOLERANCES = {mx.float32: 1e-5, mx.float16: 1e-2, mx.bfloat16: 6e-2}
 

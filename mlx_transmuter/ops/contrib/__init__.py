@@ -7,6 +7,7 @@ from mlx_transmuter.ops.contrib import (  # noqa: F401
     block_quantized,
     causal_conv,
     dynamic_quantize_lstm,
+    fused_conv,
     fused_matmul,
     group_query_attention,
     integer_products,

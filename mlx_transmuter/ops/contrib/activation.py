@@ -1,39 +1,26 @@
 """Activations of com.microsoft, with the biases that they are fused with, and those that other fused operators name."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_transmuter.ops.onnx import activation
-from mlx_transmuter.ops.onnx.activation import gelu, swish
+from mlx_transmuter.ops.onnx.activation import ACTIVATIONS_BY_OP_TYPE, gelu, swish, swish_gate
 from mlx_transmuter.ops.registry import HostArray, OperatorError, op
-
-# The activations that fused convolutions and products name, each with the names of its parameters in order.
-FUSED_ACTIVATIONS: dict[str, tuple[Callable, tuple[str, ...]]] = {
-    "Elu": (activation.elu, ("alpha",)),
-    "HardSigmoid": (activation.hard_sigmoid, ("alpha", "beta")),
-    "LeakyRelu": (activation.leaky_relu, ("alpha",)),
-    "Relu": (activation.relu, ()),
-    "Selu": (activation.selu, ("alpha", "gamma")),
-    "Sigmoid": (activation.sigmoid, ()),
-    "Softplus": (activation.softplus, ()),
-    "Softsign": (activation.softsign, ()),
-    "Tanh": (activation.tanh, ()),
-    "ThresholdedRelu": (activation.thresholded_relu, ("alpha",)),
-}
 
 
 def apply_fused_activation(activation: str | None, x: mx.array, parameters: Sequence[float | None]) -> mx.array:
-    """x after the activation that a fused operator names, if any; its parameters in order, None by default."""
+    """Returns x after the activation that a fused operator names, or x itself for none.
+
+    parameters: the values of the activation's parameters in their order, None for a default. Raises OperatorError for
+    an unknown activation.
+    """
     if not activation:
         return x
     if activation == "Clip":
         return mx.clip(x, *parameters[:2])
-    if activation not in FUSED_ACTIVATIONS:
-        raise OperatorError(f"the activation {activation!r}", f"one of Clip, {', '.join(FUSED_ACTIVATIONS)}")
-    function, names = FUSED_ACTIVATIONS[activation]
-    given = {name: value for name, value in zip(names, parameters, strict=False) if value is not None}
-    return function(x, **given)
+    if activation not in ACTIVATIONS_BY_OP_TYPE:
+        raise OperatorError(f"the activation {activation!r}", f"one of Clip, {', '.join(ACTIVATIONS_BY_OP_TYPE)}")
+    return ACTIVATIONS_BY_OP_TYPE[activation].bind(parameters)(x)
 
 
 @op("com.microsoft.Gelu-1")
@@ -84,12 +71,14 @@ def swiglu(
     dtype = gate.dtype
     if up is None:
         gate, up = mx.split(gate, 2, axis=-1)
-    gate, up = gate.astype(mx.float32), up.astype(mx.float32)
-    if limit > 0:
-        gate, up = mx.minimum(gate, limit), mx.clip(up, -limit, limit)
-    gated = swish(gate, alpha=activation_alpha)
-    gated = gated.astype(dtype).astype(mx.float32) if round_activation else gated
-    return (gated * (up + activation_beta)).astype(dtype)
+    return swish_gate(
+        gate.astype(mx.float32),
+        up.astype(mx.float32),
+        alpha=activation_alpha,
+        beta=activation_beta,
+        limit=limit if limit > 0 else None,
+        rounding_dtype=dtype if round_activation else None,
+    ).astype(dtype)
 
 
 @op("com.microsoft.BiasSplitGelu-1")

@@ -6,6 +6,7 @@ import numpy as np
 from mlx_transmuter.ops.onnx.creation import range_
 from mlx_transmuter.ops.onnx.gather_scatter import gather_nd
 from mlx_transmuter.ops.onnx.image_sampling import grid_sample
+from mlx_transmuter.ops.onnx.ordering import unique
 from mlx_transmuter.ops.onnx.slicing import pad, trilu
 from mlx_transmuter.ops.registry import HostArray, op
 
@@ -43,9 +44,8 @@ def range_1(start: HostArray, limit: HostArray, delta: HostArray = None):
 @op("com.microsoft.Unique-1")
 def unique_1(x: HostArray):
     """The different elements of x [n] by first place, each element's class, and counts. com.microsoft Unique-1."""
-    y, first, inverse, counts = np.unique(x, return_index=True, return_inverse=True, return_counts=True)
-    order = np.argsort(first)
-    return y[order], np.argsort(order)[inverse.reshape(-1)].astype(np.int64), counts[order].astype(np.int64)
+    y, _, inverse, counts = unique(x, sorted=0, outputs=4)
+    return y, inverse, counts
 
 
 @op("com.microsoft.TorchEmbedding-1")

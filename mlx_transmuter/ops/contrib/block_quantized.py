@@ -2,7 +2,14 @@
 
 import mlx.core as mx
 
-from mlx_transmuter.ops.functional.block_quantization import dequantize_blocks, to_mlx_affine, unpack_bits
+from mlx_transmuter.ops.functional.block_quantization import (
+    dequantize_blocks,
+    pad_columns,
+    repeat_blocks,
+    to_mlx_affine,
+    unpack_bits,
+)
+from mlx_transmuter.ops.functional.indexing import wrap_negative_indices
 from mlx_transmuter.ops.registry import OperatorError, op
 
 
@@ -45,7 +52,7 @@ def mat_mul_n_bits(
         held = to_mlx_affine(packed, scales, zero_points, bits, block_size)
     if held is not None:
         w, scale, biases, group = held
-        x = mx.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, blocks * block_size - K)]) if K % block_size else a
+        x = pad_columns(a, blocks * block_size - K)
         product = mx.quantized_matmul(x, w, scale, biases, transpose=True, group_size=group, bits=bits).astype(a.dtype)
     else:
         product = a @ dequantize_blocks(packed, scales, zero_points, bits, block_of).astype(a.dtype).T
@@ -127,7 +134,7 @@ def gather_block_quantized(
     per_byte = 8 // bits if _shares_bytes(data, scales, blocked, bits, block_size) else 1
     default = float(1 << (bits - 1)) if data.dtype == mx.uint8 and (per_byte > 1 or bits == 8) else 0.0
     size = data.shape[axis]
-    row = mx.where(indices < 0, indices + size, indices)
+    row = wrap_negative_indices(indices, size)
     inside = (row >= 0) & (row < size)
     row = mx.clip(row, 0, size - 1)
 
@@ -136,9 +143,8 @@ def gather_block_quantized(
 
     values, scale = rows(data), rows(scales)
     zeros = None if zero_points is None else rows(zero_points)
-    place = (
-        blocked + row.ndim - 1 if blocked > axis else blocked
-    )  # where quantize_axis stands once the indices' axes are in
+    # The number of quantize_axis once the axes of the indices replace gather_axis.
+    place = blocked + row.ndim - 1 if blocked > axis else blocked
     if per_byte > 1:
         values = unpack_bits(values, bits, values.shape[-1] * per_byte)
         zeros = None if zeros is None else unpack_bits(zeros, bits, scale.shape[-1])
@@ -147,8 +153,8 @@ def gather_block_quantized(
         scale = mx.take(scales, block, axis=axis)
         zeros = None if zero_points is None else mx.take(zero_points, block, axis=axis)
     else:
-        scale = _repeat_blocks(scale, place, block_size, values.shape[place])
-        zeros = None if zeros is None else _repeat_blocks(zeros, place, block_size, values.shape[place])
+        scale = repeat_blocks(scale, place, block_size, values.shape[place])
+        zeros = None if zeros is None else repeat_blocks(zeros, place, block_size, values.shape[place])
     floats = values.astype(mx.float32) - (default if zeros is None else zeros.astype(mx.float32))
     floats = (floats * scale.astype(mx.float32)).astype(scales.dtype)
     mask = inside.reshape(*(1,) * axis, *row.shape, *(1,) * (data.ndim - axis - 1))
@@ -162,11 +168,3 @@ def _shares_bytes(data: mx.array, scales: mx.array, blocked: int, bits: int, blo
     if blocked != data.ndim - 1:
         return False
     return scales.shape[blocked] == -(-data.shape[blocked] * (8 // bits) // block_size)
-
-
-def _repeat_blocks(x: mx.array, axis: int, block_size: int, size: int) -> mx.array:
-    """One value a block to one an element: x repeated block_size times along axis, cut to size."""
-    if x.shape[axis] * block_size < size:
-        raise OperatorError(f"{x.shape[axis]} blocks of {block_size}", f"enough for {size} elements")
-    wide = mx.repeat(x, block_size, axis=axis)
-    return mx.split(wide, [size], axis=axis)[0] if wide.shape[axis] > size else wide

@@ -4,32 +4,8 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-from mlx_transmuter.ops.onnx.activation import swish
+from mlx_transmuter.ops.functional.causal_conv import depthwise_causal_conv
 from mlx_transmuter.ops.registry import HostArray, OperatorError, op
-
-
-def depthwise_causal_conv(
-    x: mx.array, weight: mx.array, bias: mx.array | None, past: mx.array | None, dilation: int, activation: str
-) -> tuple[mx.array, mx.array]:
-    """The convolution of x [batch, seq, channels] after past [batch, length, channels], zeros if None; and both joined.
-
-    weight: [channels, 1, taps], the last tap meeting the token itself; length = (taps - 1) · dilation.
-    """
-    taps, seq = weight.shape[-1], x.shape[1]
-    length = (taps - 1) * dilation
-    if past is None:
-        past = mx.zeros((x.shape[0], length, x.shape[2]), dtype=x.dtype)
-    whole = mx.concatenate([past.astype(x.dtype), x], axis=1)
-    # As many products as taps, of which there are a few: no kernel for groups of one channel is faster.
-    y = whole[:, :seq] * weight[:, 0, 0]
-    for tap in range(1, taps):
-        y = y + whole[:, tap * dilation : tap * dilation + seq] * weight[:, 0, tap]
-    y = y if bias is None else y + bias
-    if activation in ("silu", "swish"):
-        y = swish(y)
-    elif activation != "none":
-        raise OperatorError(f"the activation {activation!r}", "silu, swish or none")
-    return y, whole
 
 
 @op("com.microsoft.CausalConvWithState-1")
@@ -77,14 +53,16 @@ def causal_conv_with_state(
     def shaped(a: mx.array) -> mx.array:
         return a.reshape(*a.shape[:2], *x.shape[2:]) if channels_last else a.swapaxes(1, 2)
 
-    y, whole = depthwise_causal_conv(rows(x), weight, bias, None if past is None else rows(past), dilation, activation)
-    seq, total = y.shape[1], whole.shape[1]
+    past = None if past is None else rows(past)
+    y, history = depthwise_causal_conv(rows(x), weight, bias, past, dilation=dilation, activation=activation)
+    seq, total = y.shape[1], history.shape[1]
     length = total - seq
     if not state_window:
-        return shaped(y), shaped(whole[:, total - length :])
-    ends = [total - state_window + 1 + slot for slot in range(state_window)]
-    slots = [shaped(whole[:, end - length : end] if end > length else mx.zeros_like(whole[:, :length])) for end in ends]
-    return shaped(y), mx.stack(slots)
+        return shaped(y), shaped(history[:, total - length :])
+    zeros = mx.zeros_like(history[:, :length])
+    ends = range(total - state_window + 1, total + 1)
+    states = [shaped(history[:, end - length : end] if end > length else zeros) for end in ends]
+    return shaped(y), mx.stack(states)
 
 
 @op("com.microsoft.VarlenCausalConvWithState-1")
@@ -115,7 +93,9 @@ def varlen_causal_conv_with_state(
     outputs, states = [], []
     for row, (begin, end) in enumerate(pairwise(bounds)):
         past = initial_state[row : row + 1].swapaxes(1, 2)
-        y, whole = depthwise_causal_conv(x[None, begin:end], weight, bias, past, dilation, activation)
+        y, history = depthwise_causal_conv(
+            x[None, begin:end], weight, bias, past, dilation=dilation, activation=activation
+        )
         outputs.append(y[0])
-        states.append(whole[:, whole.shape[1] - past.shape[1] :].swapaxes(1, 2))
+        states.append(history[:, history.shape[1] - past.shape[1] :].swapaxes(1, 2))
     return mx.concatenate(outputs, axis=0), mx.concatenate(states, axis=0)

@@ -3,7 +3,8 @@
 import mlx.core as mx
 
 from mlx_transmuter.ops.contrib.integer_products import dynamic_quantize_mat_mul
-from mlx_transmuter.ops.onnx.recurrent import resolve_activations, run_recurrent_layer, split_biases
+from mlx_transmuter.ops.functional.recurrent import LSTMParameters, run_recurrent_layer
+from mlx_transmuter.ops.onnx.recurrent import resolve_activations
 from mlx_transmuter.ops.registry import op
 
 
@@ -37,13 +38,14 @@ def dynamic_quantize_lstm(
     [directions], or [directions, 4 · hidden]. The gates are i, o, f, c; the other arguments as in LSTM. com.microsoft
     DynamicQuantizeLSTM-1.
     """
-    functions = resolve_activations(activations, activation_alpha, activation_beta, clip)
     hidden = r.shape[1]
+    functions = resolve_activations(activations, activation_alpha, activation_beta, clip)
+    parameters = LSTMParameters(b, p, functions, hidden, bool(input_forget))
 
     def by_direction(value: mx.array, d: int) -> mx.array:
         return value.reshape(w.shape[0], -1)[d].reshape(-1 if value.ndim > 1 else ())
 
-    # The inputs' products for all directions side by side, so that a step finds its own among them.
+    # The products of the inputs for all directions side by side: a step takes its own slice.
     inputs = mx.concatenate(
         [
             dynamic_quantize_mat_mul(x, w[d], by_direction(w_scale, d), by_direction(w_zero_point, d))
@@ -52,23 +54,21 @@ def dynamic_quantize_lstm(
         axis=-1,
     )
 
-    def make(d: int):
-        biases = split_biases(b, d, 4, hidden, x.dtype)
-        bias = mx.concatenate([biases[i] + biases[4 + i] for i in range(4)])
-        p_i, p_o, p_f = [mx.zeros(hidden)] * 3 if p is None else mx.split(p[d], 3)
-        f, g, out = functions[3 * d : 3 * d + 3]
+    def make_step(d: int):
+        cell = parameters.cell(d, x.dtype)
         scale, zero_point = by_direction(r_scale, d), by_direction(r_zero_point, d)
 
         def step(xt: mx.array, h: mx.array, c: mx.array) -> list[mx.array]:
-            gates = xt[:, 4 * hidden * d : 4 * hidden * (d + 1)] + bias
-            gates = gates + dynamic_quantize_mat_mul(h, r[d], scale, zero_point)
-            i, o, forget, cell = mx.split(gates, 4, axis=-1)
-            i = f(i + p_i * c)
-            forget = 1 - i if input_forget else f(forget + p_f * c)
-            c = forget * c + i * g(cell)
-            return [f(o + p_o * c) * out(c), c]
+            gates = xt[:, 4 * hidden * d : 4 * hidden * (d + 1)] + cell.bias
+            return cell(gates + dynamic_quantize_mat_mul(h, r[d], scale, zero_point), c)
 
         return step
 
-    state = mx.zeros((w.shape[0], 1, hidden))  # _layer reads the width of the states from its last axis
-    return run_recurrent_layer(inputs, w, state, sequence_lens, [initial_h, initial_c], direction, 0, outputs, make)
+    return run_recurrent_layer(
+        inputs,
+        make_step,
+        hidden_size=hidden,
+        initial_states=[initial_h, initial_c],
+        direction=direction,
+        lengths=sequence_lens,
+    )[:outputs]

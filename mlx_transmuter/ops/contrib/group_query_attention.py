@@ -5,10 +5,10 @@ import math
 import mlx.core as mx
 
 from mlx_transmuter.ops.contrib.kv_buffers import value_if_known, write_to_buffer
-from mlx_transmuter.ops.contrib.normalization import rms_norm
-from mlx_transmuter.ops.contrib.rotary import gather_rotary_tables, rotate_pairs
 from mlx_transmuter.ops.functional.attention import attend, attention_weights_and_scores, shared_arange
-from mlx_transmuter.ops.onnx.attention import merge_heads, split_heads
+from mlx_transmuter.ops.functional.heads import merge_heads, split_qkv_heads
+from mlx_transmuter.ops.functional.norms import rms_norm
+from mlx_transmuter.ops.functional.rotary import rotate_at_positions
 from mlx_transmuter.ops.registry import OperatorError, op
 
 
@@ -78,7 +78,7 @@ def group_query_attention(
         )
     if seqlens_k is None:
         raise OperatorError("no seqlens_k", "the length of each row, less 1")
-    q, k, v = split_grouped_heads(query, key, value, num_heads, kv_num_heads)
+    q, k, v = split_qkv_heads(query, key, value, num_heads, kv_num_heads)
     batch, _, seq, dim = q.shape
     length = seqlens_k.reshape(batch) + 1
     real = query_seqlens.reshape(batch) if query_seqlens is not None else mx.minimum(length, seq)
@@ -86,16 +86,17 @@ def group_query_attention(
     positions = start[:, None] + shared_arange(seq)[None]
 
     if q_norm_weight is not None and k_norm_weight is not None:
-        q = rms_norm(q, q_norm_weight, qk_norm_epsilon if q_norm_epsilon is None else q_norm_epsilon)
-        k = rms_norm(k, k_norm_weight, qk_norm_epsilon if k_norm_epsilon is None else k_norm_epsilon)
+        q_eps = qk_norm_epsilon if q_norm_epsilon is None else q_norm_epsilon
+        k_eps = qk_norm_epsilon if k_norm_epsilon is None else k_norm_epsilon
+        q = rms_norm(q, q_norm_weight, q_eps, compute_dtype=q.dtype)
+        k = rms_norm(k, k_norm_weight, k_eps, compute_dtype=k.dtype)
     if do_rotary:
-        turned = positions if position_ids is None else position_ids.reshape(-1, seq)
-        cos, sin = gather_rotary_tables(cos_cache, sin_cache, turned)
-        q, k = rotate_pairs(q, cos, sin, bool(rotary_interleaved)), rotate_pairs(k, cos, sin, bool(rotary_interleaved))
+        rotary_positions = positions if position_ids is None else position_ids.reshape(-1, seq)
+        q, k = rotate_at_positions((q, k), cos_cache, sin_cache, rotary_positions, interleaved=rotary_interleaved)
 
-    # A total that only the step knows is at least this, so that the past's capacity decides.
-    least = seq if attention_bias is None else attention_bias.shape[-1]
-    total = value_if_known(total_sequence_length, least)
+    # A total that is known only when the step runs must fit the past's capacity, which then is the present's, too.
+    min_total = seq if attention_bias is None else attention_bias.shape[-1]
+    total = value_if_known(total_sequence_length, min_total)
     capacity = max(0 if past_key is None else past_key.shape[2], total)
     k, v = write_to_buffer(past_key, k, start, capacity), write_to_buffer(past_value, v, start, capacity)
     columns = shared_arange(capacity)[None, None, None]
@@ -114,11 +115,3 @@ def group_query_attention(
         return output, k, v
     weights, raw = attention_weights_and_scores(q, k, scale, attention_bias, visible, softcap, sinks)
     return output, k, v, (raw if qk_output == 1 else weights).astype(q.dtype)
-
-
-def split_grouped_heads(query, key, value, heads: int, kv_heads: int) -> tuple[mx.array, mx.array, mx.array]:
-    """q, k and v as [batch, heads, seq, dim], from [batch, seq, heads · dim] each or packed in query."""
-    if key is not None and value is not None:
-        return split_heads(query, heads), split_heads(key, kv_heads), split_heads(value, kv_heads)
-    packed = split_heads(query, heads + 2 * kv_heads)
-    return packed[:, :heads], packed[:, heads : heads + kv_heads], packed[:, heads + kv_heads :]

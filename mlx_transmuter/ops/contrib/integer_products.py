@@ -3,14 +3,15 @@
 import mlx.core as mx
 
 from mlx_transmuter.ops.contrib.multi_head_attention import attend_packed_qkv, cuda_only_error
-from mlx_transmuter.ops.onnx.quantization import (
+from mlx_transmuter.ops.contrib.normalization import normalize_embedding_sum
+from mlx_transmuter.ops.functional.integer_quantization import (
     dequantize_affine,
-    dynamic_quantize_linear,
     integer_matmul,
     quantized_type_name,
     round_and_saturate,
     subtract_zero_point,
 )
+from mlx_transmuter.ops.onnx.quantization import dynamic_quantize_linear
 from mlx_transmuter.ops.registry import op
 
 
@@ -105,11 +106,17 @@ def q_attention(
     """
     if do_rotary or past_present_share_buffer:
         raise cuda_only_error()
-    joined = dequantized_integer_product(
+    packed_qkv = dequantized_integer_product(
         x, input_scale, input_zero_point, weight, weight_scale, weight_zero_point, bias
     ).astype(bias.dtype)
     return attend_packed_qkv(
-        joined, mask_index, past, None, num_heads, None, mask_filter_value, scale, bool(unidirectional)
+        packed_qkv,
+        heads=num_heads,
+        mask_index=mask_index,
+        past=past,
+        mask_filter_value=mask_filter_value,
+        scale=scale,
+        unidirectional=bool(unidirectional),
     )
 
 
@@ -168,17 +175,18 @@ def q_embed_layer_normalization(
 
     com.microsoft QEmbedLayerNormalization-1.
     """
-    batch, seq = input_ids.shape
-    words = mx.take(word_embedding, input_ids, axis=0)
-    total = dequantize_affine(words, word_embedding_scale, word_embedding_zero_point)
-    total = (
-        total
-        + dequantize_affine(position_embedding[:seq], position_embedding_scale, position_embedding_zero_point)[None]
-    )
+    positions = position_embedding[: input_ids.shape[1]]
+    segments = None
     if segment_ids is not None and segment_embedding is not None:
         segments = mx.take(segment_embedding, segment_ids, axis=0)
-        total = total + dequantize_affine(segments, segment_embedding_scale, segment_embedding_zero_point)
-    gamma = dequantize_affine(gamma, gamma_scale, gamma_zero_point)
-    beta = dequantize_affine(beta, beta_scale, beta_zero_point)
-    counts = mx.zeros((batch,), dtype=mx.int32) if mask is None else mx.sum(mask == 1, axis=1).astype(mx.int32)
-    return mx.fast.layer_norm(total, gamma, beta, epsilon), counts
+        segments = dequantize_affine(segments, segment_embedding_scale, segment_embedding_zero_point)
+    words = mx.take(word_embedding, input_ids, axis=0)
+    return normalize_embedding_sum(
+        words=dequantize_affine(words, word_embedding_scale, word_embedding_zero_point),
+        positions=dequantize_affine(positions, position_embedding_scale, position_embedding_zero_point)[None],
+        segments=segments,
+        gamma=dequantize_affine(gamma, gamma_scale, gamma_zero_point),
+        beta=dequantize_affine(beta, beta_scale, beta_zero_point),
+        mask=mask,
+        epsilon=epsilon,
+    )[:2]

@@ -1,4 +1,4 @@
-"""Buffers of keys and values longer than what they hold: written at a place that only the step knows, and read."""
+"""Buffers of keys and values with free columns: written at a column known only when the step runs, and attended."""
 
 from typing import cast
 
@@ -11,11 +11,11 @@ from mlx_transmuter.ops.functional.attention import (
     shared_arange,
     weighted_values,
 )
-from mlx_transmuter.ops.onnx.attention import merge_heads
+from mlx_transmuter.ops.functional.heads import merge_heads
 
 
 def value_if_known(number: mx.array | None, default: int) -> int:
-    """The number, one element, where it is known while a step is traced; else `otherwise`."""
+    """Returns the value of an array of one element where it is known while a step is traced, else `default`."""
     if number is None:
         return default
     try:
@@ -25,7 +25,11 @@ def value_if_known(number: mx.array | None, default: int) -> int:
 
 
 def write_to_buffer(buffer: mx.array | None, rows: mx.array, start: mx.array, capacity: int) -> mx.array:
-    """past [batch, heads, length, dim], made capacity long, with rows [batch, heads, seq, dim] from start on."""
+    """Returns the buffer [batch, heads, length, dim] with rows [batch, heads, seq, dim] written into it.
+
+    The buffer is first extended to `capacity`; None is an empty one. start: int32 [batch], the column of each row's
+    first token.
+    """
     batch, heads, seq, dim = rows.shape
     if (buffer is None or not buffer.shape[2]) and capacity == seq:
         return rows
@@ -42,8 +46,11 @@ def write_to_buffer(buffer: mx.array | None, rows: mx.array, start: mx.array, ca
 
 def attend_over_buffers(
     q: mx.array,
-    step_keys_values: tuple[mx.array, mx.array],
-    buffers: tuple[mx.array, mx.array],
+    k: mx.array,
+    v: mx.array,
+    key_buffer: mx.array,
+    value_buffer: mx.array,
+    *,
     past_length: mx.array,
     cache_indirection: mx.array | None,
     mask: mx.array | None,
@@ -52,19 +59,17 @@ def attend_over_buffers(
     scale: float,
     unidirectional: bool,
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """Attention over buffers that hold past_length tokens: the output, the buffers with the new tokens, and the scores.
+    """Returns attention over buffers that hold past_length tokens: the output, the new buffers, and the scores.
 
-    q: [batch, heads, seq, dim]; new: keys and values of the step, past: the buffers, [batch, heads, capacity, dim];
-    past_length: one int32 for all rows; cache_indirection: int32 [batch / beams, beams, capacity], the beam of the same
-    group that each column of a row comes from; mask and attention_bias reach as far as the tokens do.
+    q, k, v: the step's, [batch, heads, seq, dim]; key_buffer, value_buffer: [batch, heads, capacity, dim]; past_length:
+    one int32 for all rows; cache_indirection: int32 [batch / beams, beams, capacity], for each column of a row the beam
+    of its group that holds it; mask and attention_bias have a column per token.
     """
     batch, _, seq, _ = q.shape
-    capacity = buffers[0].shape[2]
+    capacity = key_buffer.shape[2]
     length = past_length.reshape(-1)[:1]
     start = mx.broadcast_to(length, (batch,))
-    k, v = (
-        write_to_buffer(buffer, rows, start, capacity) for buffer, rows in zip(buffers, step_keys_values, strict=True)
-    )
+    k, v = write_to_buffer(key_buffer, k, start, capacity), write_to_buffer(value_buffer, v, start, capacity)
     columns = shared_arange(capacity)
     newest = length + (shared_arange(seq) if unidirectional else seq - 1)
     visible = columns <= newest[:, None]
@@ -73,13 +78,13 @@ def attend_over_buffers(
         if bias is not None:
             short = capacity - bias.shape[-1]
             added = add_biases(added, mx.pad(bias, [(0, 0)] * (bias.ndim - 1) + [(0, short)]) if short > 0 else bias)
-    k_seen, v_seen = k, v
+    context_k, context_v = k, v
     if cache_indirection is not None:
-        k_seen, v_seen = (_gather_beams(buffer, cache_indirection, columns < length) for buffer in (k, v))
-    weights, raw = attention_weights_and_scores(q, k_seen, scale, added, visible)
-    given = [bias.shape[-1] for bias in (attention_bias, mask) if bias is not None and bias.ndim > 1]
-    total = given[0] if given else min(value_if_known(length, capacity - seq) + seq, capacity)
-    return merge_heads(weighted_values(weights, v_seen)), k, v, raw[..., :total].astype(q.dtype)
+        context_k, context_v = (_gather_beams(buffer, cache_indirection, columns < length) for buffer in (k, v))
+    weights, scores = attention_weights_and_scores(q, context_k, scale, added, visible)
+    widths = [bias.shape[-1] for bias in (attention_bias, mask) if bias is not None and bias.ndim > 1]
+    total = widths[0] if widths else min(value_if_known(length, capacity - seq) + seq, capacity)
+    return merge_heads(weighted_values(weights, context_v)), k, v, scores[..., :total].astype(q.dtype)
 
 
 def _buffer_padding_bias(
@@ -91,11 +96,10 @@ def _buffer_padding_bias(
 
 
 def _gather_beams(buffer: mx.array, cache_indirection: mx.array, is_past: mx.array) -> mx.array:
-    """The buffer [rows, heads, capacity, dim] with each column that is old taken from the row of its beam."""
+    """Returns the buffer [rows, heads, capacity, dim] with each past column taken from the row of its beam."""
     rows, _, capacity, _ = buffer.shape
     beams = cache_indirection.shape[1]
     own = shared_arange(rows)[:, None]
     source = own // beams * beams + cache_indirection.reshape(rows, -1)[:, :capacity]
     source = mx.where(is_past, source, own)[:, None, :, None]
-    # A gather over rows for each column: axis 0 is indexed, the others are their own.
     return mx.take_along_axis(buffer, mx.broadcast_to(source, buffer.shape), axis=0)

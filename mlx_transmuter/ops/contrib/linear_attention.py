@@ -5,34 +5,14 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-from mlx_transmuter.ops.functional.linear_recurrence import RecurrenceInputs, linear_recurrence
+from mlx_transmuter.ops.functional.heads import repeat_heads
+from mlx_transmuter.ops.functional.linear_recurrence import (
+    RecurrenceInputs,
+    linear_recurrence,
+    recurrence_inputs,
+    terms_of_rule,
+)
 from mlx_transmuter.ops.registry import HostArray, OperatorError, op
-
-# Update rule -> whether it decays the state, and whether it writes only what the state does not hold yet.
-UPDATE_RULES = {"linear": (False, False), "gated": (True, False), "delta": (False, True), "gated_delta": (True, True)}
-
-
-def check_update_rule(
-    rule: str, decay: mx.array | None, beta: mx.array | None
-) -> tuple[mx.array | None, mx.array | None]:
-    """decay and beta where the rule has them. Raises OperatorError for a rule unknown or without its terms."""
-    if rule not in UPDATE_RULES:
-        raise OperatorError(f"the update rule {rule!r}", f"one of {', '.join(UPDATE_RULES)}")
-    gated, delta = UPDATE_RULES[rule]
-    if (gated and decay is None) or (delta and beta is None):
-        raise OperatorError(f"the update rule {rule!r} without its decay or beta", "both where the rule has them")
-    return decay if gated else None, beta if delta else None
-
-
-def _split_and_repeat_heads(x: mx.array, heads: int, shared: int) -> mx.array:
-    """x [batch, seq, heads · dim] as float32 [batch, shared, seq, dim], each head repeated for those that share it."""
-    batch, seq, hidden = x.shape
-    x = x.astype(mx.float32).reshape(batch, seq, heads, hidden // heads).transpose(0, 2, 1, 3)
-    return repeat_heads(x, shared)
-
-
-def repeat_heads(x: mx.array, heads: int) -> mx.array:
-    return x if x.shape[1] == heads else mx.repeat(x, heads // x.shape[1], axis=1)
 
 
 @op("com.microsoft.LinearAttention-1")
@@ -61,14 +41,8 @@ def linear_attention(
     """
     heads = max(q_num_heads, kv_num_heads)
     batch, seq, _ = query.shape
-    decay, beta = check_update_rule(update_rule, decay, beta)
-    tokens = RecurrenceInputs(
-        _split_and_repeat_heads(query, q_num_heads, heads),
-        _split_and_repeat_heads(key, kv_num_heads, heads),
-        _split_and_repeat_heads(value, kv_num_heads, heads),
-        None if decay is None else _split_and_repeat_heads(decay, kv_num_heads, heads),
-        None if beta is None else _split_and_repeat_heads(beta, beta.shape[-1], heads),
-    )
+    decay, beta = terms_of_rule(update_rule, decay, beta)
+    tokens = recurrence_inputs(query, key, value, decay, beta, q_heads=q_num_heads, kv_heads=kv_num_heads)
     dtype = query.dtype if past_state is None else past_state.dtype
     if past_state is None:
         state = mx.zeros((batch, heads, tokens.k.shape[-1], tokens.v.shape[-1]))
@@ -85,9 +59,10 @@ def linear_attention(
 def _recurrence_with_last_states(
     tokens: RecurrenceInputs, state: mx.array, scale: float, window: int
 ) -> tuple[mx.array, mx.array]:
-    """recurrence's output, and the states after the last tokens: [window, batch, heads, dim, v dim]."""
+    """Returns the recurrence's output, and the states after the last tokens: [window, batch, heads, dim, v dim]."""
     seq = tokens.k.shape[2]
-    bounds = [0, *range(max(seq - window + 1, 1), seq + 1)]  # at first many at once, then token by token
+    # One run up to the first token whose state is an output, then token by token.
+    bounds = [0, *range(max(seq - window + 1, 1), seq + 1)]
     outputs, states = [], [mx.zeros_like(state)] * max(window - seq, 0)
     for begin, end in pairwise(bounds):
         y, state = linear_recurrence(tokens.slice(begin, end), state, scale)
@@ -143,13 +118,13 @@ def gated_delta_net(
         decay = _log_decay(decay, a_log, dt_bias, gate_activation, gate_lower_bound, decay.ndim == len(lead) + 2)
     if beta is not None and beta_activation == "sigmoid":
         beta = mx.sigmoid(beta.astype(mx.float32))
-    decay, beta = check_update_rule(update_rule, decay, beta)
+    decay, beta = terms_of_rule(update_rule, decay, beta)
     bounds = None if cu_seqlens is None else cu_seqlens.tolist()
     batch = _sequence_count(lead, bounds, initial_state)
     count = math.prod(lead)
 
     def rows(x: mx.array, width: int) -> mx.array:
-        """x as float32 [batch, heads, seq, width]; sequences that lie in one row stay there."""
+        """Returns x as float32 [batch, heads, seq, width]; with bounds, batch is 1 and seq all sequences' tokens."""
         parts = x.astype(mx.float32).reshape(1 if bounds else batch, -1, x.size // (count * width), width)
         return repeat_heads(parts.transpose(0, 2, 1, 3), heads)
 
@@ -181,7 +156,7 @@ def gated_delta_net(
 
 
 def _sequence_count(lead: tuple[int, ...], bounds: list[int] | None, state: mx.array | None) -> int:
-    """How many sequences there are, lead being the axes before the heads."""
+    """Returns the number of sequences; lead: the sizes of the axes before the heads."""
     if bounds:
         return len(bounds) - 1
     if len(lead) == 2:
@@ -190,7 +165,7 @@ def _sequence_count(lead: tuple[int, ...], bounds: list[int] | None, state: mx.a
 
 
 def _split_packed_qkv(packed: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array, mx.array]:
-    """query, key and value out of [tokens, 2 · heads · dim + value heads · v dim], the sizes being the state's."""
+    """Returns query, key and value from [tokens, 2 · heads · dim + value heads · v dim], of the sizes in the state."""
     if state is None:
         raise OperatorError("query, key and value packed, and no initial_state", "the state, which gives their sizes")
     heads, v_dim, dim = state.shape[1:]
@@ -201,18 +176,15 @@ def _split_packed_qkv(packed: mx.array, state: mx.array | None) -> tuple[mx.arra
 
 
 def _log_decay(decay, a_log, dt_bias, activation: str, lower_bound: float, by_channel: bool) -> mx.array:
-    """The log of the decay that a projection [..., heads], or by channel [..., heads, dim], stands for: float32."""
+    """Returns the log of the decay for a projection [..., heads], or by channel [..., heads, dim]: float32."""
     decay = decay.astype(mx.float32)
     if activation == "none":
         return decay
     rate = mx.exp(a_log)[:, None] if by_channel else mx.exp(a_log)
-    moved = (
-        decay
-        if dt_bias is None
-        else decay + (dt_bias.reshape(-1, decay.shape[-1]) if by_channel else dt_bias.reshape(-1))
-    )
+    if dt_bias is not None:
+        decay = decay + dt_bias.reshape(-1, decay.shape[-1]) if by_channel else decay + dt_bias.reshape(-1)
     if activation in ("softplus", "qwen"):
-        return -rate * mx.logaddexp(moved, 0.0)
+        return -rate * mx.logaddexp(decay, 0.0)
     if activation in ("sigmoid", "kda"):
-        return lower_bound * mx.sigmoid(rate * moved)
+        return lower_bound * mx.sigmoid(rate * decay)
     raise OperatorError(f"the gate activation {activation!r}", "none, softplus or sigmoid")

@@ -13,7 +13,7 @@ from mlx_transmuter.ops.functional.attention import (
     padding_mask_bias,
     weighted_values,
 )
-from mlx_transmuter.ops.onnx.attention import merge_heads, split_heads
+from mlx_transmuter.ops.functional.heads import merge_heads, split_heads
 from mlx_transmuter.ops.registry import OperatorError, op
 
 
@@ -40,24 +40,26 @@ def multi_head_attention(
 
     query: [batch, seq, hidden], or packed with key and value [batch, seq, heads, 3, dim]; key, value: [batch, length,
     hidden], packed together [batch, length, heads, 2, dim], or as a finished cache [batch, heads, length, dim]; bias:
-    [3 hidden] of the projections; key_padding_mask: see padding_bias; attention_bias: [batch or 1, heads or 1, seq,
-    context]; past_key, past_value: [batch, heads, past, dim], or with past_sequence_length buffers: see attend_buffer.
-    com.microsoft MultiHeadAttention-1.
+    [3 hidden] of the projections; key_padding_mask: see padding_mask_bias; attention_bias: [batch or 1, heads or 1,
+    seq, context]; past_key, past_value: [batch, heads, past, dim], or with past_sequence_length buffers: see
+    attend_over_buffers. com.microsoft MultiHeadAttention-1.
     """
     q, k, v = project_qkv_heads(query, key, value, bias, num_heads)
     scale = scale or 1 / math.sqrt(q.shape[-1])
     if past_sequence_length is not None and past_key is not None and past_value is not None:
         return attend_over_buffers(
             q,
-            (k, v),
-            (past_key, past_value),
-            past_sequence_length,
-            cache_indirection,
-            key_padding_mask,
-            attention_bias,
-            mask_filter_value,
-            scale,
-            bool(unidirectional),
+            k,
+            v,
+            past_key,
+            past_value,
+            past_length=past_sequence_length,
+            cache_indirection=cache_indirection,
+            mask=key_padding_mask,
+            attention_bias=attention_bias,
+            mask_filter_value=mask_filter_value,
+            scale=scale,
+            unidirectional=bool(unidirectional),
         )[:outputs]
     if past_key is not None and past_value is not None:
         k, v = mx.concatenate([past_key, k], axis=2), mx.concatenate([past_value, v], axis=2)
@@ -69,12 +71,12 @@ def multi_head_attention(
     visible = causal_mask(seq, context) if unidirectional else None
     if outputs < 4:
         return merge_heads(attend(q, k, v, scale, added, visible)), k, v
-    weights, raw = attention_weights_and_scores(q, k, scale, added, visible)
-    return merge_heads(weighted_values(weights, v)), k, v, raw.astype(q.dtype)
+    weights, scores = attention_weights_and_scores(q, k, scale, added, visible)
+    return merge_heads(weighted_values(weights, v)), k, v, scores.astype(q.dtype)
 
 
 def project_qkv_heads(query, key, value, bias, heads: int) -> tuple[mx.array, mx.array, mx.array]:
-    """q, k and v as [batch, heads, length, dim], the bias added to those that are projections."""
+    """Returns q, k and v as [batch, heads, length, dim], with the bias added to those that are projections."""
     if query.ndim == 5:
         q, k, v = (query[..., i, :].transpose(0, 2, 1, 3) for i in range(3))
     else:
@@ -170,27 +172,27 @@ def attention(
 ):
     """Self-attention with its projections: x [batch, seq, in] · weights [in, q + k + v] + bias; and the present.
 
-    mask_index: see padding_bias; past: [2, batch, heads, past, dim]; attention_bias: [batch or 1, heads or 1, seq,
+    mask_index: see padding_mask_bias; past: [2, batch, heads, past, dim]; attention_bias: [batch or 1, heads or 1, seq,
     context]; the present: [2, batch, heads, past + seq, dim]. com.microsoft Attention-1.
     """
     if do_rotary or past_present_share_buffer or past_sequence_length is not None:
         raise cuda_only_error()
-    joined = x @ weights
+    packed_qkv = x @ weights
     return attend_packed_qkv(
-        joined if bias is None else joined + bias,
-        mask_index,
-        past,
-        attention_bias,
-        num_heads,
-        qkv_hidden_sizes,
-        mask_filter_value,
-        scale,
-        bool(unidirectional),
+        packed_qkv if bias is None else packed_qkv + bias,
+        heads=num_heads,
+        mask_index=mask_index,
+        past=past,
+        attention_bias=attention_bias,
+        qkv_sizes=qkv_hidden_sizes,
+        mask_filter_value=mask_filter_value,
+        scale=scale,
+        unidirectional=bool(unidirectional),
     )
 
 
 def cuda_only_error() -> OperatorError:
-    """The error for attributes that onnxruntime has on CUDA only."""
+    """Returns the error for attributes that onnxruntime supports on CUDA only."""
     return OperatorError(
         "do_rotary or past_present_share_buffer", "neither: onnxruntime has them on CUDA only", "export it for the CPU"
     )
@@ -198,16 +200,20 @@ def cuda_only_error() -> OperatorError:
 
 def attend_packed_qkv(
     packed_qkv: mx.array,
+    *,
+    heads: int,
     mask_index: mx.array | None,
     past: mx.array | None,
-    attention_bias: mx.array | None,
-    heads: int,
-    qkv_sizes: list[int] | None,
     mask_filter_value: float,
     scale: float,
     unidirectional: bool,
+    attention_bias: mx.array | None = None,
+    qkv_sizes: list[int] | None = None,
 ) -> tuple[mx.array, mx.array | None]:
-    """The part of Attention after the projection: joined [batch, seq, q + k + v] to the output and the present."""
+    """Returns the output and the present of com.microsoft's Attention from its projections [batch, seq, q + k + v].
+
+    qkv_sizes: the widths of q, k and v, equal by default; scale: 0 for 1 / √dim; the other arguments as in Attention.
+    """
     q_size, k_size, v_size = qkv_sizes or [packed_qkv.shape[-1] // 3] * 3
     q = split_heads(packed_qkv[..., :q_size], heads)
     k = split_heads(packed_qkv[..., q_size : q_size + k_size], heads)

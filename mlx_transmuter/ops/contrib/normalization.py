@@ -1,16 +1,10 @@
 """Normalisations of com.microsoft, with the residual sums and embeddings that they are fused with."""
 
-import math
-
 import mlx.core as mx
 
+from mlx_transmuter.ops.functional.norms import inverse_rms, rms_norm, standardize
 from mlx_transmuter.ops.onnx.activation import swish
 from mlx_transmuter.ops.registry import OperatorError, op
-
-
-def rms_norm(x: mx.array, weight: mx.array | None, epsilon: float) -> mx.array:
-    """x / √(mean(x²) + epsilon) · weight over the last axis, in x's type. Zhang & Sennrich 2019."""
-    return mx.fast.rms_norm(x, None if weight is None else weight.astype(x.dtype), epsilon)
 
 
 @op("SimplifiedLayerNormalization-1", "com.microsoft.SimplifiedLayerNormalization-1")
@@ -21,19 +15,11 @@ def simplified_layer_normalization(
 
     Exporters leave it in the default domain. The result has scale's type. onnxruntime SimplifiedLayerNormalization-1.
     """
-    axis %= x.ndim
-    flat = x.reshape(*x.shape[:axis], math.prod(x.shape[axis:]))
     if scale.dtype == x.dtype:
-        normed = rms_norm(flat, scale.reshape(-1), epsilon)
+        normed = rms_norm(x, scale, epsilon, axis=axis)
     else:
-        normed = (rms_norm(flat.astype(mx.float32), None, epsilon) * scale.reshape(-1).astype(mx.float32)).astype(
-            scale.dtype
-        )
-    normed = normed.reshape(x.shape)
-    if outputs == 1:
-        return normed
-    mean_square = mx.mean(mx.square(flat.astype(mx.float32)), axis=-1, keepdims=True)
-    return normed, mx.rsqrt(mean_square + epsilon).reshape(*x.shape[:axis], *(1,) * (x.ndim - axis))
+        normed = rms_norm(x, scale, epsilon, axis=axis, compute_dtype=mx.float32).astype(scale.dtype)
+    return normed if outputs == 1 else (normed, inverse_rms(x, epsilon, axis=axis))
 
 
 @op("com.microsoft.SkipLayerNormalization-1")
@@ -47,9 +33,8 @@ def skip_layer_normalization(x, skip, gamma, beta=None, bias=None, *, epsilon: f
     normed = mx.fast.layer_norm(total, gamma, beta, epsilon)
     if outputs == 1:
         return normed
-    wide = total.astype(mx.float32)
-    mean = mx.mean(wide, axis=-1, keepdims=True)
-    return normed, mean, mx.rsqrt(mx.var(wide, axis=-1, keepdims=True) + epsilon), total
+    _, mean, inverse_deviation = standardize(total, (-1,), epsilon)
+    return normed, mean, inverse_deviation, total
 
 
 @op("com.microsoft.SkipSimplifiedLayerNormalization-1")
@@ -59,11 +44,11 @@ def skip_simplified_layer_normalization(x, skip, gamma, bias=None, *, epsilon: f
     Shapes as in SkipLayerNormalization. com.microsoft SkipSimplifiedLayerNormalization-1.
     """
     total = _add_skip_and_bias(x, skip, bias)
-    normed = rms_norm(total, gamma, epsilon)
+    normed = rms_norm(total, gamma, epsilon, compute_dtype=total.dtype)
     if outputs == 1:
         return normed
-    mean_square = mx.mean(mx.square(total.astype(mx.float32)), axis=-1, keepdims=True)
-    return normed, mx.zeros_like(mean_square), mx.rsqrt(mean_square + epsilon), total
+    inverse = inverse_rms(total, epsilon)
+    return normed, mx.zeros_like(inverse), inverse, total
 
 
 def _add_skip_and_bias(x: mx.array, skip: mx.array, bias: mx.array | None) -> mx.array:
@@ -92,18 +77,43 @@ def embed_layer_normalization(
     input_ids, segment_ids, mask: int32 [batch, seq]; position_ids: [batch or 1, seq], the token's index where absent;
     embeddings: [rows, hidden]. Without a mask the counts are 0. com.microsoft EmbedLayerNormalization-1.
     """
-    batch, seq = input_ids.shape
-    total = mx.take(word_embedding, input_ids, axis=0)
-    total = total + (
+    seq = input_ids.shape[1]
+    positions = (
         position_embedding[None, :seq] if position_ids is None else mx.take(position_embedding, position_ids, axis=0)
     )
+    segments = None
     if segment_ids is not None and segment_embedding is not None:
-        total = total + mx.take(segment_embedding, segment_ids, axis=0)
-    normed = mx.fast.layer_norm(total, gamma, beta, epsilon)
-    if outputs == 1:
-        return normed
+        segments = mx.take(segment_embedding, segment_ids, axis=0)
+    return normalize_embedding_sum(
+        words=mx.take(word_embedding, input_ids, axis=0),
+        positions=positions,
+        segments=segments,
+        gamma=gamma,
+        beta=beta,
+        mask=mask,
+        epsilon=epsilon,
+    )[:outputs]
+
+
+def normalize_embedding_sum(
+    *,
+    words: mx.array,
+    positions: mx.array,
+    segments: mx.array | None,
+    gamma: mx.array,
+    beta: mx.array,
+    mask: mx.array | None,
+    epsilon: float,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Returns the layer norm of the sum of embeddings, each row's count of 1s in the mask (0 without one), and the sum.
+
+    words, segments: [batch, seq, hidden]; positions: [batch or 1, seq, hidden]; mask: [batch, seq].
+    """
+    total = words + positions
+    total = total if segments is None else total + segments
+    batch = words.shape[0]
     counts = mx.zeros((batch,), dtype=mx.int32) if mask is None else mx.sum(mask == 1, axis=1).astype(mx.int32)
-    return normed, counts, total
+    return mx.fast.layer_norm(total, gamma, beta, epsilon), counts, total
 
 
 @op("com.microsoft.GatedRMSNorm-1")
@@ -114,8 +124,8 @@ def gated_rms_norm(x, scale, gate, *, activation: str = "silu", epsilon: float =
     """
     if activation not in ("silu", "swish", "sigmoid"):
         raise OperatorError(f"the activation {activation!r}", "silu, swish or sigmoid")
-    wide = x.astype(mx.float32).reshape(*x.shape[:-1], -1, scale.size)
-    normed = mx.fast.rms_norm(wide, scale.astype(mx.float32), epsilon).reshape(x.shape)
+    runs = x.reshape(*x.shape[:-1], -1, scale.size)
+    normed = rms_norm(runs, scale, epsilon, compute_dtype=mx.float32).reshape(x.shape)
     z = gate.astype(mx.float32)
     return (normed * (mx.sigmoid(z) if activation == "sigmoid" else swish(z))).astype(x.dtype)
 
@@ -128,11 +138,10 @@ def branchwise_rms_norm(x, scale=None, *, epsilon: float = 1e-5, num_branches: i
     com.microsoft BranchwiseRMSNorm-1.
     """
     branches = num_branches or x.shape[-2]
-    wide = x.astype(mx.float32)
-    wide = wide.reshape(*x.shape[:-1], branches, -1) if num_branches else wide
-    normed = mx.fast.rms_norm(wide, None, epsilon)
+    by_branch = x.reshape(*x.shape[:-1], branches, -1) if num_branches else x
+    normed = rms_norm(by_branch, None, epsilon, compute_dtype=mx.float32)
     if scale is not None:
-        dim = wide.shape[-1]
+        dim = by_branch.shape[-1]
         scale = scale.astype(mx.float32)
         normed = normed * (scale.reshape(dim) if scale.size == dim else scale.reshape(branches, dim))
     return normed.astype(x.dtype).reshape(x.shape)
@@ -146,10 +155,9 @@ def group_norm(x, gamma, beta, *, activation: int, groups: int, channels_last: i
     GroupNorm-1.
     """
     rows = x if channels_last else mx.moveaxis(x, 1, -1)
-    wide = rows.astype(mx.float32).reshape(rows.shape[0], -1, groups, rows.shape[-1] // groups)
-    mean = mx.mean(wide, axis=(1, 3), keepdims=True)
-    deviation = mx.rsqrt(mx.var(wide, axis=(1, 3), keepdims=True) + epsilon)
-    y = ((wide - mean) * deviation).reshape(rows.shape) * gamma.astype(mx.float32) + beta.astype(mx.float32)
+    grouped = rows.reshape(rows.shape[0], -1, groups, rows.shape[-1] // groups)
+    normed, _, _ = standardize(grouped, (1, 3), epsilon)
+    y = normed.reshape(rows.shape) * gamma.astype(mx.float32) + beta.astype(mx.float32)
     y = (swish(y) if activation == 1 else y).astype(x.dtype)
     return y if channels_last else mx.moveaxis(y, -1, 1)
 

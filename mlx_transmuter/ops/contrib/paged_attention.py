@@ -1,12 +1,13 @@
-"""com.microsoft PagedAttention: the tokens of several sequences one after another, over keys and values in pages."""
+"""com.microsoft PagedAttention: the tokens of several sequences one after another, with keys and values in pages."""
 
 import math
 
 import mlx.core as mx
 
-from mlx_transmuter.ops.contrib.normalization import rms_norm
-from mlx_transmuter.ops.contrib.rotary import gather_rotary_tables, rotate_pairs
 from mlx_transmuter.ops.functional.attention import attend, shared_arange
+from mlx_transmuter.ops.functional.heads import split_qkv_heads
+from mlx_transmuter.ops.functional.norms import rms_norm
+from mlx_transmuter.ops.functional.rotary import rotate_at_positions
 from mlx_transmuter.ops.registry import OperatorError, op
 
 
@@ -50,7 +51,7 @@ def paged_attention(
     """Attention of each token over its sequence's pages, [tokens, heads · dim]; and the caches with the new tokens.
 
     query, key, value: [tokens, heads · dim], or packed in query; caches: [pages, page, kv heads, dim];
-    cumulative_sequence_ length: int32 [batch + 1], where each sequence's tokens begin and the last's end; past_seqlens:
+    cumulative_sequence_length: int32 [batch + 1], where each sequence's tokens begin and the last's end; past_seqlens:
     int32 [batch]; block_table: int32 [batch, most], each sequence's pages in order, -1 for none; slot_mapping: int32
     [tokens], where each token is written, -1 for nowhere, after its past where absent; head_sink: [heads]. Kwon et al.
     2023; com.microsoft PagedAttention-1.
@@ -66,7 +67,10 @@ def paged_attention(
             "keys and values apart, in floats",
         )
     tokens = query.shape[0]
-    q, k, v = _split_token_heads(query, key, value, num_heads, kv_num_heads)
+    tokens = query.shape[0]
+    # Each token is a row of its own: q, k and v are [tokens, heads, 1, dim].
+    key, value = (None if x is None else x[:, None] for x in (key, value))
+    q, k, v = split_qkv_heads(query[:, None], key, value, num_heads, kv_num_heads)
     dim = q.shape[-1]
     order = shared_arange(tokens)
     row = mx.sum(order[:, None] >= cumulative_sequence_length[None, 1:], axis=1).astype(mx.int32)
@@ -74,18 +78,26 @@ def paged_attention(
     position = mx.take(past_seqlens, row) + order - mx.take(cumulative_sequence_length, row)
 
     if q_norm_weight is not None and k_norm_weight is not None:
-        q, k = rms_norm(q, q_norm_weight, qk_norm_epsilon), rms_norm(k, k_norm_weight, qk_norm_epsilon)
+        q = rms_norm(q, q_norm_weight, qk_norm_epsilon, compute_dtype=q.dtype)
+        k = rms_norm(k, k_norm_weight, qk_norm_epsilon, compute_dtype=k.dtype)
     if do_rotary:
-        cos, sin = gather_rotary_tables(cos_cache, sin_cache, position[:, None])
-        q, k = (_rotate_after_offset(x, cos, sin, rotary_offset, bool(rotary_interleaved)) for x in (q, k))
+        q, k = rotate_at_positions(
+            (q, k),
+            cos_cache,
+            sin_cache,
+            position[:, None],
+            interleaved=rotary_interleaved,
+            offset=rotary_offset,
+        )
 
     page = key_cache.shape[1]
     if slot_mapping is None:
-        held = mx.take(block_table.reshape(-1), row * block_table.shape[1] + position // page)
-        slot_mapping = mx.where(held < 0, -1, held * page + position % page)
+        block = mx.take(block_table.reshape(-1), row * block_table.shape[1] + position // page)
+        slot_mapping = mx.where(block < 0, -1, block * page + position % page)
     key_cache, value_cache = _store_at_slots(key_cache, k, slot_mapping), _store_at_slots(value_cache, v, slot_mapping)
 
-    # All sequences' pages side by side, of which each token sees those of its own: one product, and no copy a token.
+    # The context is the pages of all sequences one after another, of which each token sees those of its own sequence:
+    # one product, without a copy of the pages per token.
     batch, most = block_table.shape
     pages = mx.maximum(block_table.reshape(-1), 0)
     columns = shared_arange(most * page)
@@ -102,7 +114,7 @@ def paged_attention(
     visible = (visible[:, None] & owned[..., None] & mapped[None]).reshape(tokens, -1)
 
     def context(cache: mx.array) -> mx.array:
-        """[1, kv heads, batch · most · page, dim]."""
+        """Returns the pages of all sequences: [1, kv heads, batch · most · page, dim]."""
         return mx.take(cache, pages, axis=0).reshape(-1, kv_num_heads, dim).swapaxes(0, 1)[None]
 
     y = attend(
@@ -117,37 +129,18 @@ def paged_attention(
     return y[0].swapaxes(0, 1).reshape(tokens, -1), key_cache, value_cache
 
 
-def _split_token_heads(query, key, value, heads: int, kv_heads: int) -> tuple[mx.array, mx.array, mx.array]:
-    """q, k and v as [tokens, heads, 1, dim]."""
-    tokens = query.shape[0]
-    if key is None:
-        packed = query.reshape(tokens, heads + 2 * kv_heads, 1, -1)
-        return packed[:, :heads], packed[:, heads : heads + kv_heads], packed[:, heads + kv_heads :]
-    return (
-        query.reshape(tokens, heads, 1, -1),
-        key.reshape(tokens, kv_heads, 1, -1),
-        value.reshape(tokens, kv_heads, 1, -1),
-    )
-
-
-def _rotate_after_offset(x: mx.array, cos: mx.array, sin: mx.array, offset: int, interleaved: bool) -> mx.array:
-    if not offset:
-        return rotate_pairs(x, cos, sin, interleaved)
-    return mx.concatenate([x[..., :offset], rotate_pairs(x[..., offset:], cos, sin, interleaved)], axis=-1)
-
-
 def _store_at_slots(cache: mx.array, rows: mx.array, slots: mx.array) -> mx.array:
-    """The cache [pages, page, heads, dim] with rows [tokens, heads, 1, dim] at the slots [tokens], -1 for nowhere.
+    """Returns the cache [pages, page, heads, dim] with rows [tokens, heads, 1, dim] at the slots [tokens].
 
-    MLX has no dropped store: such a token repeats one that is kept, and where none is, what slot 0 holds.
+    A token with slot -1 is not stored. As MLX cannot leave out one store of many, it writes the first stored token once
+    more, or what slot 0 holds if no token is stored.
     """
     flat = cache.reshape(-1, *cache.shape[2:])
     rows = rows.squeeze(2).astype(cache.dtype)
-    kept = slots >= 0
-    first = mx.argmax(kept)
-    any_kept = mx.any(kept)
-    target = mx.where(kept, slots, mx.where(any_kept, slots[first], 0))
-    spare = mx.where(any_kept, rows[first], flat[0])
-    values = mx.where(kept[:, None, None], rows, spare[None])
+    is_stored = slots >= 0
+    first, any_stored = mx.argmax(is_stored), mx.any(is_stored)
+    target = mx.where(is_stored, slots, mx.where(any_stored, slots[first], 0))
+    repeated = mx.where(any_stored, rows[first], flat[0])
+    values = mx.where(is_stored[:, None, None], rows, repeated[None])
     places = mx.broadcast_to(target[:, None, None], values.shape)
     return mx.put_along_axis(flat, places, values, axis=0).reshape(cache.shape)

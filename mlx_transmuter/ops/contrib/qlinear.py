@@ -2,8 +2,9 @@
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.functional.integer_quantization import dequantize_affine, quantize_to, quantized_type_name
 from mlx_transmuter.ops.onnx.pooling import average_pool
-from mlx_transmuter.ops.onnx.quantization import dequantize_affine, q_linear_conv, quantize_to, quantized_type_name
+from mlx_transmuter.ops.onnx.quantization import q_linear_conv
 from mlx_transmuter.ops.registry import op
 
 

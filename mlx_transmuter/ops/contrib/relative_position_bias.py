@@ -5,7 +5,7 @@ import math
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.ops.onnx.attention import split_heads
+from mlx_transmuter.ops.functional.heads import split_heads
 from mlx_transmuter.ops.registry import HostArray, OperatorError, op
 
 

@@ -5,11 +5,10 @@ import math
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.ops.contrib.group_query_attention import split_grouped_heads
 from mlx_transmuter.ops.contrib.kv_buffers import write_to_buffer
-from mlx_transmuter.ops.contrib.rotary import gather_rotary_tables, rotate_pairs
 from mlx_transmuter.ops.functional.attention import attend, shared_arange
-from mlx_transmuter.ops.onnx.attention import merge_heads
+from mlx_transmuter.ops.functional.heads import merge_heads, split_qkv_heads
+from mlx_transmuter.ops.functional.rotary import rotate_at_positions
 from mlx_transmuter.ops.registry import HostArray, op
 
 
@@ -41,31 +40,30 @@ def sparse_attention(
     matrix of block_row_indices [layouts, blocks + 1] and block_col_indices [layouts, most]: which blocks of keys a
     block of queries sees; head h has layout h mod layouts. Abdin et al. 2024; com.microsoft SparseAttention-1.
     """
-    q, k, v = split_grouped_heads(query, key, value, num_heads, kv_num_heads)
+    q, k, v = split_qkv_heads(query, key, value, num_heads, kv_num_heads)
     batch, _, seq, dim = q.shape
     capacity = past_key.shape[2]
     start = mx.maximum(key_total_sequence_lengths.reshape(batch) - seq, 0)
     positions = start[:, None] + shared_arange(seq)[None]
     if do_rotary:
-        cos, sin = gather_rotary_tables(cos_cache, sin_cache, positions)
-        q, k = rotate_pairs(q, cos, sin, bool(rotary_interleaved)), rotate_pairs(k, cos, sin, bool(rotary_interleaved))
+        q, k = rotate_at_positions((q, k), cos_cache, sin_cache, positions, interleaved=rotary_interleaved)
     k, v = write_to_buffer(past_key, k, start, capacity), write_to_buffer(past_value, v, start, capacity)
 
     layouts = _dense_layouts(block_row_indices, block_col_indices, -(-capacity // sparse_block_size))
     block = mx.clip(positions // sparse_block_size, 0, layouts.shape[1] - 1)
-    seen = mx.take(mx.array(layouts), block, axis=1).swapaxes(0, 1)  # [batch, layouts, seq, blocks]
-    seen = mx.repeat(seen, sparse_block_size, axis=-1)[..., :capacity]
-    seen = mx.tile(seen, (1, num_heads // layouts.shape[0], 1, 1))
+    visible = mx.take(mx.array(layouts), block, axis=1).swapaxes(0, 1)  # [batch, layouts, seq, blocks]
+    visible = mx.repeat(visible, sparse_block_size, axis=-1)[..., :capacity]
+    visible = mx.tile(visible, (1, num_heads // layouts.shape[0], 1, 1))
     columns = shared_arange(capacity)
-    visible = seen & (columns <= positions[:, None, :, None])
+    visible = visible & (columns <= positions[:, None, :, None])
     return merge_heads(attend(q, k, v, scale or 1 / math.sqrt(dim), visibility=visible)), k, v
 
 
 def _dense_layouts(rows: np.ndarray, columns: np.ndarray, blocks: int) -> np.ndarray:
-    """The layouts as bool [layouts, blocks, blocks], of as many blocks as the buffers have."""
+    """Returns the layouts as bool [layouts, blocks, blocks], of as many blocks as the buffers have."""
     dense = np.zeros((rows.shape[0], blocks, blocks), dtype=bool)
     for layout in range(rows.shape[0]):
         for row in range(min(rows.shape[1] - 1, blocks)):
-            seen = columns[layout, rows[layout, row] : rows[layout, row + 1]]
-            dense[layout, row, seen[seen < blocks]] = True
+            row_columns = columns[layout, rows[layout, row] : rows[layout, row + 1]]
+            dense[layout, row, row_columns[row_columns < blocks]] = True
     return dense

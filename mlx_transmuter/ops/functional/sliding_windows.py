@@ -35,8 +35,7 @@ def place_windows(
     if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
         count = [-(-n // s) for n, s in zip(space, strides, strict=True)]
         total = [max((c - 1) * s + span - n, 0) for c, s, span, n in zip(count, strides, spans, space, strict=True)]
-        small, large = [t // 2 for t in total], [t - t // 2 for t in total]
-        before, after = (small, large) if auto_pad == "SAME_UPPER" else (large, small)
+        before, after = split_same_padding(total, auto_pad)
         return SlidingWindows(kernel, strides, dilations, before, after, count)
     if auto_pad not in ("NOTSET", "VALID", ""):
         raise OperatorError(f"the padding {auto_pad!r}", "NOTSET, SAME_UPPER, SAME_LOWER or VALID")
@@ -51,6 +50,12 @@ def place_windows(
             steps -= 1
         count.append(max(steps + 1, 0))
     return SlidingWindows(kernel, strides, dilations, before, after, count)
+
+
+def split_same_padding(total: list[int], auto_pad: str) -> tuple[list[int], list[int]]:
+    """Returns the padding before and after each axis; an odd element goes to the end for SAME_UPPER, else before."""
+    small, large = [t // 2 for t in total], [t - t // 2 for t in total]
+    return (small, large) if auto_pad == "SAME_UPPER" else (large, small)
 
 
 def pad_for_windows(x: mx.array, w: SlidingWindows, filler: float) -> mx.array:

@@ -5,6 +5,7 @@ from mlx_transmuter.ops.mlx import (  # noqa: F401
     fused,
     heads,
     layers,
+    moe,
     pooled_attention,
     quantized_pool_products,
     switch_linear,

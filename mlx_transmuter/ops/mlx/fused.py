@@ -1,9 +1,11 @@
-"""Fused forms: one node for what exporters write in several."""
+"""Fused operators: one node for what exporters write in several."""
 
 from functools import partial
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.functional import norms
+from mlx_transmuter.ops.functional.rotary import rotate_by_full_tables
 from mlx_transmuter.ops.onnx.activation import gelu, swish
 from mlx_transmuter.ops.registry import op
 
@@ -11,34 +13,31 @@ from mlx_transmuter.ops.registry import op
 @op("mlx.rms_norm", rowwise=True)
 def rms_norm(x, weight=None, *, eps: float):
     """x [..., dim] / √(mean(x²) + eps) · weight [dim]. Zhang & Sennrich 2019; mx.fast.rms_norm."""
-    return mx.fast.rms_norm(x, weight, eps)
+    return norms.rms_norm(x, weight, eps)
 
 
 @op("mlx.rotary")
-def rotate_by_tables(x, cos, sin, *, interleaved: int = 0, heads: int = 0):
-    """x [..., dim] with its halves, or neighbours where interleaved, rotated by cos and sin, which are alike for
-    both of them and broadcast with x; of x [rows, all, seq, dim] the first `heads` alone, where given. Su 2021.
+def rotary(x, cos, sin, *, interleaved: int = 0, heads: int = 0):
+    """x [..., dim] rotated by the angles of cos and sin, which broadcast with x. Su et al. 2021.
+
+    Channel i pairs with i + dim / 2, or 2i with 2i + 1 where interleaved; both have the pair's angle in the tables.
+    heads: of x [rows, all heads, seq, dim] only the first `heads` are rotated; 0: all.
     """
-    if heads:  # the others by an angle of 0, so that nothing is parted and joined again
+    if heads:  # the others are rotated by an angle of 0, so that x is not split and concatenated again
         cos, sin = _extend_table_to_heads(cos, heads, x.shape[1], 1), _extend_table_to_heads(sin, heads, x.shape[1], 0)
-    if interleaved:
-        first, second = x[..., ::2], x[..., 1::2]
-        cos, sin = cos[..., ::2], sin[..., ::2]
-        turned = mx.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
-        return turned.reshape(x.shape)
-    # With the halves the other way round at hand, the rotation is one kernel.
-    first, second = mx.split(x, 2, axis=-1)
-    before, after = mx.split(sin, 2, axis=-1)
-    return x * cos + mx.concatenate([second, first], axis=-1) * mx.concatenate([-before, after], axis=-1)
+    return rotate_by_full_tables(x, cos, sin, bool(interleaved))
 
 
-def _extend_table_to_heads(table: mx.array, heads: int, every: int, value: int) -> mx.array:
-    """table [rows, 1 or heads, seq, dim] for the first heads, and `value` for the others: [rows, every, seq, dim]."""
+def _extend_table_to_heads(table: mx.array, heads: int, all_heads: int, value: int) -> mx.array:
+    """Returns table [rows, 1 or heads, seq, dim] for the first heads and `value` for the others: [rows, all heads, seq,
+    dim].
+    """
     rows, _, seq, dim = table.shape
-    others = mx.full((rows, every - heads, seq, dim), value, table.dtype)
+    others = mx.full((rows, all_heads - heads, seq, dim), value, table.dtype)
     return mx.concatenate([mx.broadcast_to(table, (rows, heads, seq, dim)), others], axis=1)
 
 
+# The activations of gated and plain MLPs by their names in transformers.
 ACTIVATIONS_BY_NAME = {
     "silu": swish,
     "gelu": gelu,
@@ -49,7 +48,7 @@ ACTIVATIONS_BY_NAME = {
 
 @op("mlx.activate", rowwise=True)
 def activate(x, *, kind: str):
-    """The activation of x, by its name in ACTIVATIONS. Hendrycks & Gimpel 2016."""
+    """The activation of x, by its name in ACTIVATIONS_BY_NAME. Hendrycks & Gimpel 2016."""
     return ACTIVATIONS_BY_NAME[kind](x)
 
 

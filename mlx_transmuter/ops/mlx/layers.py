@@ -7,8 +7,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_transmuter.ops.functional.block_quantization import pad_columns
+from mlx_transmuter.ops.functional.indexing import checked_indices
 from mlx_transmuter.ops.mlx.switch_linear import QuantizedSwitchLinear, SwitchLinear
-from mlx_transmuter.ops.onnx.gather_scatter import checked_indices
 from mlx_transmuter.ops.registry import HostArrayIfKnown, NNLayer, OperatorError, op
 
 
@@ -42,7 +43,7 @@ def linear(x, layer: NNLayer, residual=None, *, pad: int = 0):
     to: what the product is added to, [..., out], as the residual stream. pad: columns of zeros after x's own, for a
     quantised layer whose last group is not full.
     """
-    x = mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)]) if pad else x
+    x = pad_columns(x, pad)
     bias = layer.get("bias")
     if type(layer) is nn.Linear:
         turned = _transposed_weight(layer.weight, x)

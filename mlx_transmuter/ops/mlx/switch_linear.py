@@ -1,25 +1,20 @@
-"""The experts of a mixture, stacked: each token goes through those alone that its router chose.
+"""Linear layers of a mixture of experts, stacked: each row is multiplied by the weights of its own expert alone.
 
-Rows stand by token, [tokens, 1, 1, dim] and [tokens, k, 1, dim] after a product, with the experts of each, [tokens, k];
-or, where there are many, one for each choice, [choices, 1, dim], sorted by their expert, [choices]. A product then
-reads each expert's weights once, in order, and not once per token.
+The rows and their experts are what `mlx.dispatch` gives: [tokens, 1, 1, in] with experts [tokens, k], or [choices, 1,
+in], sorted by expert, with experts [choices].
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_transmuter.ops.functional.block_quantization import pad_columns
 from mlx_transmuter.ops.registry import NNLayer, op
-
-# So many choices are sorted, as in mlx_lm: for fewer, sorting costs more than it saves.
-MIN_SORTED_CHOICES = 64
 
 
 class SwitchLinear(nn.Module):
-    """The weights [experts, out, in] of one linear layer of each expert, and their biases [experts, out] if it has
-    them.
-    """
+    """One linear layer of each expert: weight [experts, out, in], and bias [experts, out] where it has one."""
 
     def __init__(self, experts: int, inputs: int, outputs: int, bias: bool = False):
         super().__init__()
@@ -28,23 +23,23 @@ class SwitchLinear(nn.Module):
             self.bias = mx.zeros((experts, outputs))
 
     def __call__(self, x: mx.array, experts: mx.array) -> mx.array:
-        """Rows [..., in] through the expert of each: [..., out]."""
+        """Returns the outputs [..., out] of the rows x [..., in], each through its own expert."""
         return expert_matmul(x, self.weight, experts, self.get("bias"))
 
     def to_quantized(self, group_size: int = 64, bits: int = 4, mode: str = "affine", **_: Any) -> nn.Module:
-        """The layer in few bits: what `nn.quantize` puts in its place."""
+        """Returns the quantised layer with which `nn.quantize` replaces this one."""
         experts, outputs, inputs = self.weight.shape
-        made = QuantizedSwitchLinear(experts, inputs, outputs, "bias" in self, group_size, bits, mode)
-        parts = mx.quantize(self.weight, group_size, bits, mode=mode)
-        made.update(dict(zip(("weight", "scales", "biases"), parts, strict=False)))
+        layer = QuantizedSwitchLinear(experts, inputs, outputs, "bias" in self, group_size, bits, mode)
+        arrays = mx.quantize(self.weight, group_size, bits, mode=mode)
+        layer.update(dict(zip(("weight", "scales", "biases"), arrays, strict=False)))
         if "bias" in self:
-            made.bias = self.bias
-        return made
+            layer.bias = self.bias
+        return layer
 
 
 class QuantizedSwitchLinear(nn.Module):
-    """A SwitchLinear in few bits: weights uint32 [experts, out, in · bits / 32], scales and biases [experts, out, in /
-    group_size].
+    """A quantised SwitchLinear: weight uint32 [experts, out, in · bits / 32], scales and biases [experts, out, in /
+    group_size], and bias [experts, out] where it has one.
     """
 
     def __init__(
@@ -67,33 +62,45 @@ class QuantizedSwitchLinear(nn.Module):
         self.freeze()
 
     def __call__(self, x: mx.array, experts: mx.array) -> mx.array:
-        """Rows [..., in] through the expert of each: [..., out]."""
-        few = (self.weight, self.scales, self.get("biases"), self.group_size, self.bits, self.mode)
-        return quantized_expert_matmul(x, few, experts, self.get("bias"))
+        """Returns the outputs [..., out] of the rows x [..., in], each through its own expert."""
+        weight = QuantizedWeight(self.weight, self.scales, self.get("biases"), self.group_size, self.bits, self.mode)
+        return quantized_expert_matmul(x, weight, experts, self.get("bias"))
 
 
-# weight, scales, biases, group size, bits, mode: as mx.gather_qmm takes them.
-QuantizedWeight = tuple[mx.array, mx.array, mx.array | None, int, int, str]
+class QuantizedWeight(NamedTuple):
+    """The quantised weights of all experts, as mx.gather_qmm takes them."""
+
+    weight: mx.array
+    scales: mx.array
+    biases: mx.array | None
+    group_size: int
+    bits: int
+    mode: str = "affine"
 
 
 def expert_matmul(x: mx.array, weight: mx.array, experts: mx.array, bias: mx.array | None = None) -> mx.array:
-    """Rows x times the transposed weight [experts, out, in] of the expert of each, plus its bias [experts, out]."""
-    at, kind = experts, mx.result_type(x, weight)
-    if mx.default_device() == mx.cpu and not x.dtype == weight.dtype == mx.float32:  # its gather_mm has float32 alone
-        if experts.size < weight.shape[0]:  # so that only these are cast
+    """Returns the rows x times the transposed weight [experts, out, in] of their experts, plus its bias [experts, out].
+
+    x: [..., 1, in]; experts: the expert of each row, int32, sorted if it has one axis.
+    """
+    weight_indices, dtype = experts, mx.result_type(x, weight)
+    # On the CPU gather_mm takes float32 only.
+    if mx.default_device() == mx.cpu and not x.dtype == weight.dtype == mx.float32:
+        if experts.size < weight.shape[0]:  # cast the weights of these experts only
             weight = mx.take(weight, experts.reshape(-1), axis=0)
-            at = mx.arange(experts.size, dtype=mx.int32).reshape(experts.shape)
+            weight_indices = mx.arange(experts.size, dtype=mx.int32).reshape(experts.shape)
         x, weight = x.astype(mx.float32), weight.astype(mx.float32)
-    y = mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=at, sorted_indices=experts.ndim == 1).astype(kind)
-    return _add_expert_bias(y, experts, bias)
+    y = mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=weight_indices, sorted_indices=experts.ndim == 1)
+    return _add_expert_bias(y.astype(dtype), experts, bias)
 
 
 def quantized_expert_matmul(
     x: mx.array, quantized_weight: QuantizedWeight, experts: mx.array, bias: mx.array | None = None
 ) -> mx.array:
-    """As `product`, of weights in few bits."""
+    """Returns what `expert_matmul` does, of quantised weights."""
     weight, scales, biases, group_size, bits, mode = quantized_weight
-    if mx.default_device() == mx.cpu and experts.size > 2 * weight.shape[0]:  # where a product of floats is faster
+    # On the CPU, from two rows per expert on, a product with dequantised weights is faster.
+    if mx.default_device() == mx.cpu and experts.size > 2 * weight.shape[0]:
         return expert_matmul(x, mx.dequantize(weight, scales, biases, group_size, bits, mode), experts, bias)
     y = mx.gather_qmm(
         x,
@@ -114,37 +121,13 @@ def _add_expert_bias(y: mx.array, experts: mx.array, bias: mx.array | None) -> m
     return y if bias is None else y + mx.take(bias, experts, axis=0)[..., None, :]
 
 
-@op("mlx.dispatch")
-def dispatch_to_experts(x, indices):
-    """The rows of tokens x [..., dim] for the experts that each chose, indices int32 [..., k]: the rows, the experts of
-    each, and the order, int32 [choices], in which sorted rows stand ([0] where they stand by token). Shazeer et al.
-    2017; transformers' MixtralSparseMoeBlock.
-    """
-    x, k = x.reshape(-1, 1, x.shape[-1]), indices.shape[-1]  # an axis that is put in later would have another stride
-    if indices.size < MIN_SORTED_CHOICES:
-        return x[:, None], indices.reshape(-1, k), mx.zeros((0,), mx.int32)
-    flat = indices.reshape(-1)
-    order = mx.argsort(flat).astype(mx.int32)
-    return x[order // k], flat[order], order
-
-
 @op("mlx.switch_linear")
 def switch_linear(x, layer: NNLayer, experts, *, pad: int = 0):
-    """The rows that `mlx.dispatch` gives, or [choices, in], sorted by expert, through the layer of the expert of each.
+    """The rows that `mlx.dispatch` gives, or [choices, in], sorted by expert, each through the layer of its expert.
 
     pad: columns of zeros after x's own, for a quantised layer whose last group is not full.
     """
-    x = mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)]) if pad else x
+    x = pad_columns(x, pad)
     if x.ndim == 2:
         return layer(x.reshape(-1, 1, x.shape[-1]), experts).squeeze(1)
     return layer(x, experts)
-
-
-@op("mlx.combine")
-def combine_expert_outputs(expert_outputs, order, scores):
-    """What the experts gave for the rows of `mlx.dispatch`, added up by the scores [..., k] of the choices:
-    [tokens, dim].
-    """
-    k = scores.shape[-1]
-    expert_outputs = expert_outputs[mx.argsort(order)] if order.size else expert_outputs
-    return mx.sum(expert_outputs.reshape(-1, k, expert_outputs.shape[-1]) * scores.reshape(-1, k, 1), axis=1)

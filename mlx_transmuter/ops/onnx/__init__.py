@@ -10,6 +10,7 @@ from mlx_transmuter.ops.onnx import (  # noqa: F401
     control_flow,
     convolution,
     creation,
+    elementwise_math,
     gather_scatter,
     image_sampling,
     linear_algebra,

@@ -1,101 +1,15 @@
-"""Functions of one array, elementwise: exponentials, trigonometry, and the activations of neural networks."""
+"""Activations of neural networks, by element."""
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_transmuter.ops.functional.exponential import scaled_sigmoid
+from mlx_transmuter.ops.onnx.elementwise_math import tanh
 from mlx_transmuter.ops.registry import OperatorError, op
-
-
-@op("Exp-6")
-def exp(x):
-    """e to the power of x. ONNX Exp-6, 13."""
-    return mx.exp(x)
-
-
-@op("Log-6")
-def log(x):
-    """The natural logarithm of x. ONNX Log-6, 13."""
-    return mx.log(x)
-
-
-@op("Erf-9")
-def erf(x):
-    """The error function of x. ONNX Erf-9, 13."""
-    return mx.erf(x)
-
-
-@op("Sin-7")
-def sin(x):
-    """The sine of x in radians. ONNX Sin-7, 22."""
-    return mx.sin(x)
-
-
-@op("Cos-7")
-def cos(x):
-    """The cosine of x in radians. ONNX Cos-7, 22."""
-    return mx.cos(x)
-
-
-@op("Tan-7")
-def tan(x):
-    """The tangent of x in radians. ONNX Tan-7, 22."""
-    return mx.tan(x)
-
-
-@op("Asin-7")
-def asin(x):
-    """The arc sine of x, in radians. ONNX Asin-7, 22."""
-    return mx.arcsin(x)
-
-
-@op("Acos-7")
-def acos(x):
-    """The arc cosine of x, in radians. ONNX Acos-7, 22."""
-    return mx.arccos(x)
-
-
-@op("Atan-7")
-def atan(x):
-    """The arc tangent of x, in radians. ONNX Atan-7, 22."""
-    return mx.arctan(x)
-
-
-@op("Sinh-9")
-def sinh(x):
-    """The hyperbolic sine of x. ONNX Sinh-9, 22."""
-    return mx.sinh(x)
-
-
-@op("Cosh-9")
-def cosh(x):
-    """The hyperbolic cosine of x. ONNX Cosh-9, 22."""
-    return mx.cosh(x)
-
-
-@op("Tanh-6")
-def tanh(x):
-    """The hyperbolic tangent of x. ONNX Tanh-6, 13."""
-    return mx.tanh(x)
-
-
-@op("Asinh-9")
-def asinh(x):
-    """The inverse hyperbolic sine of x. ONNX Asinh-9, 22."""
-    return mx.arcsinh(x)
-
-
-@op("Acosh-9")
-def acosh(x):
-    """The inverse hyperbolic cosine of x. ONNX Acosh-9, 22."""
-    return mx.arccosh(x)
-
-
-@op("Atanh-9")
-def atanh(x):
-    """The inverse hyperbolic tangent of x. ONNX Atanh-9, 22."""
-    return mx.arctanh(x)
 
 
 @op("Sigmoid-6")
@@ -162,10 +76,36 @@ def swish(x, *, alpha=1.0):
     return scaled_sigmoid(x if alpha == 1 else alpha * x, x)
 
 
+def swish_gate(
+    gate: mx.array,
+    up: mx.array,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+    limit_after_activation: bool = False,
+    rounding_dtype: mx.Dtype | None = None,
+) -> mx.array:
+    """Returns swish(gate, alpha) · (up + beta). Shazeer 2020.
+
+    limit: up is clipped to ±limit, and the gate to at most limit, or its activation where limit_after_activation.
+    rounding_dtype: the activation is rounded to this type before the product.
+    """
+    if limit is not None:
+        up = mx.clip(up, -limit, limit)
+        gate = gate if limit_after_activation else mx.minimum(gate, limit)
+    activated = swish(gate, alpha=alpha)
+    if limit is not None and limit_after_activation:
+        activated = mx.minimum(activated, limit)
+    if rounding_dtype is not None:
+        activated = activated.astype(rounding_dtype).astype(gate.dtype)
+    return activated * (up + beta if beta else up)
+
+
 @op("SwiGLU-28")
 def swiglu(gate, x, *, alpha=1.0):
     """gate * sigmoid(alpha * gate) * x. ONNX SwiGLU-28."""
-    return swish(gate, alpha=alpha) * x
+    return swish_gate(gate, x, alpha=alpha)
 
 
 @op("Softplus-1")
@@ -203,3 +143,30 @@ def shrink(x, *, bias=0.0, lambd=0.5):
     """x - bias above lambd, x + bias below -lambd, else 0. ONNX Shrink-9."""
     shrunk = mx.where(x > lambd, x - bias, mx.where(x < -lambd, x + bias, 0))
     return shrunk.astype(x.dtype)
+
+
+class ParametricActivation(NamedTuple):
+    """An activation and the names of its parameters, in the order in which other operators list their values."""
+
+    function: Callable[..., mx.array]
+    parameters: tuple[str, ...] = ()
+
+    def bind(self, values: Sequence[float | None]) -> Callable[[mx.array], mx.array]:
+        """Returns the activation with the values of its parameters; None, or a missing one, is the default."""
+        bound = {name: value for name, value in zip(self.parameters, values, strict=False) if value is not None}
+        return partial(self.function, **bound)
+
+
+# The activations that recurrent and fused operators name, by the names of their operators.
+ACTIVATIONS_BY_OP_TYPE: dict[str, ParametricActivation] = {
+    "Elu": ParametricActivation(elu, ("alpha",)),
+    "HardSigmoid": ParametricActivation(hard_sigmoid, ("alpha", "beta")),
+    "LeakyRelu": ParametricActivation(leaky_relu, ("alpha",)),
+    "Relu": ParametricActivation(relu),
+    "Selu": ParametricActivation(selu, ("alpha", "gamma")),
+    "Sigmoid": ParametricActivation(sigmoid),
+    "Softplus": ParametricActivation(softplus),
+    "Softsign": ParametricActivation(softsign),
+    "Tanh": ParametricActivation(tanh),
+    "ThresholdedRelu": ParametricActivation(thresholded_relu, ("alpha",)),
+}

@@ -5,27 +5,23 @@ import math
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.ops.onnx.casting import device_dtype_of_code, saturating_cast
+from mlx_transmuter.ops.functional.attention import attention_scores, cap_scores, weighted_values
+from mlx_transmuter.ops.functional.heads import merge_heads, split_heads
+from mlx_transmuter.ops.functional.rotary import rotate_pairs
+from mlx_transmuter.ops.onnx.casting import saturating_cast
 from mlx_transmuter.ops.registry import OperatorError, op
-from mlx_transmuter.ops.types import to_device
+from mlx_transmuter.ops.types import device_dtype, to_device
 
 
-def split_heads(x: mx.array, heads: int | None) -> mx.array:
-    """x [batch, tokens, heads * dim] as [batch, heads, tokens, dim]; one of four axes as it is."""
+def _as_heads(x: mx.array, heads: int | None) -> mx.array:
+    """Returns x [batch, tokens, heads * dim] as [batch, heads, tokens, dim]; an x of four axes as it is."""
     if x.ndim == 4:
         return x
     if not heads:
         raise OperatorError(
             f"x {list(x.shape)} without a number of heads", "q_num_heads and kv_num_heads beside 3 axes"
         )
-    batch, tokens, width = x.shape
-    return x.reshape(batch, tokens, heads, width // heads).transpose(0, 2, 1, 3)
-
-
-def merge_heads(x: mx.array) -> mx.array:
-    """x [batch, heads, tokens, dim] as [batch, tokens, heads * dim]."""
-    batch, heads, tokens, dim = x.shape
-    return x.transpose(0, 2, 1, 3).reshape(batch, tokens, heads * dim)
+    return split_heads(x, heads)
 
 
 @op("Attention-23")
@@ -58,7 +54,7 @@ def attention(
     nothing gives zeros. ONNX Attention-23, 24, 25.
     """
     rank = q.ndim
-    q, k, v = split_heads(q, q_num_heads), split_heads(k, kv_num_heads), split_heads(v, kv_num_heads)
+    q, k, v = _as_heads(q, q_num_heads), _as_heads(k, kv_num_heads), _as_heads(v, kv_num_heads)
     past = 0 if past_key is None else past_key.shape[2]
     if past_key is not None and past_value is not None:
         k, v = mx.concatenate([past_key, k], axis=2), mx.concatenate([past_value, v], axis=2)
@@ -86,12 +82,25 @@ def attention(
         if guard and mask is not None:
             y = mx.where(_fully_masked_queries(mask), mx.zeros((), y.dtype), y)
     else:
-        y, scores = _unfused_attention(q, k, v, mask, guard, scale, softcap, softmax_precision, qk_matmul_output_mode)
+        weights, scores = _weights_and_scores(
+            q,
+            k,
+            mask,
+            may_mask_whole_rows=guard,
+            scale=scale,
+            softcap=softcap,
+            softmax_precision=softmax_precision,
+            score_stage=qk_matmul_output_mode,
+        )
+        y = weighted_values(weights, v)
     return (merge_heads(y) if rank == 3 else y, k, v, scores)[:outputs]
 
 
 def _position_mask(queries: int, columns: int, offset, left: int, right: int) -> mx.array | None:
-    """Which columns each query sees by its place, bool [(batch, 1,) queries, columns]; None for all."""
+    """Returns which columns each query sees by its position, bool [(batch, 1,) queries, columns]; None for all.
+
+    offset: the column of the first query; left, right: how many columns before and after its own, negative for all.
+    """
     if left < 0 and right < 0:
         return None
     xp = np if isinstance(offset, int) else mx
@@ -103,7 +112,7 @@ def _position_mask(queries: int, columns: int, offset, left: int, right: int) ->
 
 
 def _merge_masks(mask: mx.array | None, position_mask: mx.array | None, columns: int, dtype: mx.Dtype):
-    """The mask with what positions hide: (bool or float or None, whether it may hide every column of a query)."""
+    """Returns the mask with what positions hide, bool or float or None, and whether a query may see no column."""
     if mask is None:
         return position_mask, False
     if (missing := columns - mask.shape[-1]) > 0:
@@ -116,33 +125,41 @@ def _merge_masks(mask: mx.array | None, position_mask: mx.array | None, columns:
 
 
 def _fully_masked_queries(mask: mx.array) -> mx.array:
-    """Which queries see no column at all, bool [..., queries, 1]."""
+    """Returns which queries see no column, bool [..., queries, 1]."""
     if mask.dtype == mx.bool_:
         return mx.logical_not(mx.any(mask, axis=-1, keepdims=True))
     return mx.max(mask, axis=-1, keepdims=True) == -mx.inf
 
 
-def _unfused_attention(q, k, v, mask, may_mask_whole_rows, scale, softcap, precision, score_stage):
-    """Attention step by step, and its scores after the product (mode 0), softcap (1), mask (2) or softmax (3)."""
-    repeats = q.shape[1] // k.shape[1]
-    k, v = (mx.repeat(x, repeats, axis=1) if repeats > 1 else x for x in (k, v))
-    scores = shown = (q * math.sqrt(scale)) @ (k * math.sqrt(scale)).swapaxes(-1, -2)
-    if softcap:
-        scores = softcap * mx.tanh(scores / softcap)
-    shown = scores if score_stage == 1 else shown
+def _weights_and_scores(
+    q: mx.array,
+    k: mx.array,
+    mask: mx.array | None,
+    *,
+    may_mask_whole_rows: bool,
+    scale: float,
+    softcap: float,
+    softmax_precision: int | None,
+    score_stage: int,
+) -> tuple[mx.array, mx.array]:
+    """Returns the weights of the columns, and the scores after a stage: 0 product, 1 softcap, 2 mask, 3 softmax."""
+    product = attention_scores(q * math.sqrt(scale), k * math.sqrt(scale))
+    capped = masked = cap_scores(product, softcap)
     if mask is not None:
-        scores = mx.where(mask, scores, -mx.inf) if mask.dtype == mx.bool_ else scores + mask
-    shown = scores if score_stage == 2 else shown
-    wide = scores if precision is None else saturating_cast(scores, device_dtype_of_code(precision))
-    weights = mx.softmax(wide, axis=-1, precise=True).astype(q.dtype)
+        masked = mx.where(mask, capped, -mx.inf) if mask.dtype == mx.bool_ else capped + mask
+    if softmax_precision is None:
+        weights = mx.softmax(masked, axis=-1, precise=True)
+    else:
+        weights = mx.softmax(saturating_cast(masked, device_dtype(softmax_precision)), axis=-1, precise=True)
+    weights = weights.astype(q.dtype)
     if may_mask_whole_rows and mask is not None:
         weights = mx.where(_fully_masked_queries(mask), mx.zeros((), weights.dtype), weights)
-    return weights @ v, weights if score_stage == 3 else shown
+    return weights, (product, capped, masked, weights)[score_stage]
 
 
 @op("RotaryEmbedding-23")
 def rotary_embedding(x, cos_cache, sin_cache, position_ids=None, *, interleaved=0, num_heads=0, rotary_embedding_dim=0):
-    """The first rotary_embedding_dim (0: all) of each head's elements turned by their position's angles.
+    """The first rotary_embedding_dim (0: all) of each head's elements rotated by their position's angles.
 
     x [batch, heads, tokens, dim] or [batch, tokens, heads * dim]; the caches [positions, half] with position_ids
     [batch, tokens], or [batch, tokens, half]. Pairs are elements i and i + half, or 2i and 2i + 1 if interleaved. ONNX
@@ -151,17 +168,9 @@ def rotary_embedding(x, cos_cache, sin_cache, position_ids=None, *, interleaved=
     rank = x.ndim
     x = x.transpose(0, 2, 1, 3) if rank == 4 else x.reshape(*x.shape[:2], num_heads, x.shape[2] // num_heads)
     dim = rotary_embedding_dim or x.shape[-1]
-    half = dim // 2
     cos, sin = (
-        (cache if position_ids is None else mx.take(cache, position_ids, axis=0))[:, :, None, :half]
+        (cache if position_ids is None else mx.take(cache, position_ids, axis=0))[:, :, None, : dim // 2]
         for cache in (cos_cache, sin_cache)
     )
-    turned, rest = x[..., :dim], x[..., dim:]
-    first, second = (turned[..., 0::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
-    real, imaginary = cos * first - sin * second, sin * first + cos * second
-    if interleaved:
-        turned = mx.stack([real, imaginary], axis=-1).reshape(turned.shape)
-    else:
-        turned = mx.concatenate([real, imaginary], axis=-1)
-    y = mx.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
+    y = rotate_pairs(x, cos, sin, bool(interleaved))
     return y.transpose(0, 2, 1, 3) if rank == 4 else y.reshape(*y.shape[:2], -1)

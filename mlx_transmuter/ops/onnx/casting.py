@@ -3,15 +3,7 @@
 import mlx.core as mx
 
 from mlx_transmuter.ops.registry import OperatorError, op
-from mlx_transmuter.ops.types import ELEMENT_TYPE_CODES, ELEMENT_TYPE_NAMES, ELEMENT_TYPES
-
-
-def device_dtype_of_code(code: int) -> mx.Dtype:
-    """What MLX holds of the ONNX type `code` (a TensorProto.DataType). Raises OperatorError where it has none."""
-    dtype = ELEMENT_TYPES[code][1] if code in ELEMENT_TYPES else None
-    if dtype is None:
-        raise OperatorError(f"the type {ELEMENT_TYPE_NAMES.get(code, code)}", "a type that MLX has")
-    return dtype
+from mlx_transmuter.ops.types import ELEMENT_TYPE_CODES, ELEMENT_TYPE_NAMES, device_dtype
 
 
 def saturating_cast(x: mx.array, dtype: mx.Dtype) -> mx.array:
@@ -45,12 +37,12 @@ def cast(x, *, to, saturate=1, round_mode="up"):
 
     ONNX Cast-9, 13, 19, 21, 23, 24, 25, 28.
     """
-    result = saturating_cast(x, device_dtype_of_code(to))
+    result = saturating_cast(x, device_dtype(to))
     if to in _SUB_BYTE_TYPES:
         bits, signed = _SUB_BYTE_TYPES[to]
         half, ones = 1 << (bits - 1), (1 << bits) - 1
         result = result & ones
-        result = (mx.bitwise_xor(result, half) - half if signed else result).astype(device_dtype_of_code(to))
+        result = (mx.bitwise_xor(result, half) - half if signed else result).astype(device_dtype(to))
     return result
 
 
@@ -63,8 +55,8 @@ def cast_like(x, like, *, saturate=1, round_mode="up"):
 @op("BitCast-26")
 def bit_cast(x, *, to):
     """The bits of x read as the ONNX type `to` of the same width, at most 32 bits. ONNX BitCast-26."""
-    if to in _TYPES_NARROWED_ON_DEVICE or device_dtype_of_code(to).size != x.dtype.size:
+    if to in _TYPES_NARROWED_ON_DEVICE or device_dtype(to).size != x.dtype.size:
         raise OperatorError(
             f"bits of {x.dtype} as {ELEMENT_TYPE_NAMES.get(to, to)}", "types of one width, at most 32 bits"
         )
-    return x.view(device_dtype_of_code(to))
+    return x.view(device_dtype(to))

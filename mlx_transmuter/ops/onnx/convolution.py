@@ -5,7 +5,7 @@ import math
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.ops.functional.sliding_windows import place_windows
+from mlx_transmuter.ops.functional.sliding_windows import place_windows, split_same_padding
 from mlx_transmuter.ops.registry import HostArray, OperatorError, op
 
 
@@ -21,19 +21,32 @@ def _to_channels_first(x: mx.array) -> mx.array:
 def convolve(
     x: mx.array,
     w: mx.array,
-    before: list[int],
-    after: list[int],
+    *,
+    pad_before: list[int],
+    pad_after: list[int],
     strides: int | list[int] = 1,
     dilations: int | list[int] = 1,
     upsample: int | list[int] = 1,
     groups: int = 1,
     flip: bool = False,
 ) -> mx.array:
-    """x [batch, in, *space] and w [out, in / groups, *kernel] to [batch, out, *space], padded by before and after."""
+    """Returns x [batch, in, *space], padded by pad_before and pad_after, convolved with w [out, in / groups, *kernel].
+
+    The result is [batch, out, *space]. upsample: zeros between the elements of x, as its step; flip: w backwards.
+    """
     if x.ndim == 5 and groups > 1:
         # MLX has groups in one and two dimensions; in three each group is a convolution.
         parts = [
-            convolve(part, kernel, before, after, strides, dilations, upsample, 1, flip)
+            convolve(
+                part,
+                kernel,
+                pad_before=pad_before,
+                pad_after=pad_after,
+                strides=strides,
+                dilations=dilations,
+                upsample=upsample,
+                flip=flip,
+            )
             for part, kernel in zip(mx.split(x, groups, axis=1), mx.split(w, groups, axis=0), strict=True)
         ]
         return mx.concatenate(parts, axis=1)
@@ -41,7 +54,7 @@ def convolve(
         _to_channels_last(x),
         _to_channels_last(w),
         stride=strides,
-        padding=(list(before), list(after)),
+        padding=(list(pad_before), list(pad_after)),
         kernel_dilation=dilations,
         input_dilation=upsample,
         groups=groups,
@@ -61,7 +74,16 @@ def conv(x, w, bias=None, *, auto_pad="NOTSET", dilations=None, group=1, kernel_
     ONNX Conv-1, 11, 22.
     """
     at = place_windows(x.shape[2:], w.shape[2:], strides, dilations, pads, auto_pad)
-    return _add_channel_bias(convolve(x, w, at.pad_before, at.pad_after, at.strides, at.dilations, groups=group), bias)
+    y = convolve(
+        x,
+        w,
+        pad_before=at.pad_before,
+        pad_after=at.pad_after,
+        strides=at.strides,
+        dilations=at.dilations,
+        groups=group,
+    )
+    return _add_channel_bias(y, bias)
 
 
 @op("ConvTranspose-1")
@@ -90,9 +112,8 @@ def conv_transpose(
     if output_shape or auto_pad in ("SAME_UPPER", "SAME_LOWER"):
         wanted = list(output_shape)[-rank:] if output_shape else [n * s for n, s in zip(space, strides, strict=True)]
         total = [max(f - n, 0) for f, n in zip(full, wanted, strict=True)]
-        small, large = [t // 2 for t in total], [t - t // 2 for t in total]
-        # The odd element goes to the end for SAME_UPPER alone, as ONNX defines it.
-        pads = small + large if auto_pad == "SAME_UPPER" else large + small
+        before, after = split_same_padding(total, auto_pad)
+        pads = before + after
         extra = [e + max(n - f, 0) for e, f, n in zip(extra, full, wanted, strict=True)]
     elif auto_pad == "VALID":
         pads = [0] * (2 * rank)
@@ -104,7 +125,16 @@ def conv_transpose(
     kernels = kernels.reshape(-1, w.shape[0] // group, *kernel)
     crop = [slice(max(-low, 0), None if high >= 0 else high) for low, high in zip(before, after, strict=True)]
     before, after = [max(n, 0) for n in before], [max(n, 0) for n in after]
-    y = convolve(x, kernels, before, after, 1, dilations, strides, group, flip=True)
+    y = convolve(
+        x,
+        kernels,
+        pad_before=before,
+        pad_after=after,
+        dilations=dilations,
+        upsample=strides,
+        groups=group,
+        flip=True,
+    )
     return _add_channel_bias(y[(slice(None), slice(None), *crop)], bias)
 
 

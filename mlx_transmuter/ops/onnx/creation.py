@@ -3,9 +3,10 @@
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.ops.onnx.casting import device_dtype_of_code, saturating_cast
+from mlx_transmuter.ops.functional.indexing import axis_shape, wrap_negative_indices
+from mlx_transmuter.ops.onnx.casting import saturating_cast
 from mlx_transmuter.ops.registry import HostArray, OperatorError, op
-from mlx_transmuter.ops.types import to_device
+from mlx_transmuter.ops.types import device_dtype, to_device
 
 # A range lies on the host, several times while it is made; no sequence, vocabulary or image has a longer axis.
 MAX_RANGE_LENGTH = 2**24
@@ -63,7 +64,7 @@ def eye_like(x, *, dtype=None, k=0):
 
     ONNX EyeLike-9, 22.
     """
-    return mx.eye(*x.shape, k=k, dtype=x.dtype if dtype is None else device_dtype_of_code(dtype))
+    return mx.eye(*x.shape, k=k, dtype=x.dtype if dtype is None else device_dtype(dtype))
 
 
 @op("OneHot-9")
@@ -74,7 +75,6 @@ def one_hot(indices, depth: HostArray, values, *, axis=-1):
     """
     size, rank = int(depth.item()), indices.ndim + 1
     axis = axis % rank
-    indices = mx.expand_dims(saturating_cast(indices, mx.int32), axis)
-    indices = mx.where(indices < 0, indices + size, indices)
-    places = mx.arange(size).reshape([size if i == axis else 1 for i in range(rank)])
+    indices = wrap_negative_indices(mx.expand_dims(saturating_cast(indices, mx.int32), axis), size)
+    places = mx.arange(size).reshape(axis_shape(axis, rank, size))
     return mx.where(indices == places, values[1], values[0])

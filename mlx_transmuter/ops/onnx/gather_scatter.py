@@ -5,22 +5,8 @@ import math
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.ops.functional.indexing import axis_shape, checked_indices, wrap_negative_indices
 from mlx_transmuter.ops.registry import HostArray, HostArrayIfKnown, OperatorError, op
-from mlx_transmuter.ops.types import to_device
-
-
-def checked_indices(indices: mx.array | np.ndarray, size: int) -> mx.array:
-    """The indices into an axis of that size on the device. Of those known while a step is traced none may be out of
-    range: MLX reads anything there, or ends the process."""
-    if isinstance(indices, mx.array):
-        return indices
-    if indices.size and not -size <= indices.min() <= indices.max() < size:
-        raise OperatorError(f"indices from {indices.min()} to {indices.max()}", f"indices from {-size} to {size - 1}")
-    return to_device(indices)
-
-
-def wrap_negative_indices(indices: mx.array, size: int) -> mx.array:
-    return mx.where(indices < 0, indices + size, indices)
 
 
 @op("Gather-1")
@@ -108,7 +94,7 @@ def scatter_elements(x, indices: HostArrayIfKnown, updates, *, axis=0, reduction
     )
     for i, n in enumerate(indices.shape):
         if i != axis:
-            flat = flat + (mx.arange(n) * strides[i]).reshape([n if j == i else 1 for j in range(x.ndim)])
+            flat = flat + (mx.arange(n) * strides[i]).reshape(axis_shape(i, x.ndim, n))
     return _scatter_rows(x.reshape(-1, 1), flat.reshape(-1), updates.reshape(-1, 1), reduction).reshape(x.shape)
 
 
@@ -132,7 +118,9 @@ def tensor_scatter(x, updates, write_indices=None, *, axis=-2, mode="linear"):
         places = places + write_indices.astype(mx.int32)[:, None]
     if mode == "circular":
         places = places % x.shape[axis]
-    places = places.reshape([places.shape[0] if i == 0 else places.shape[1] if i == axis else 1 for i in range(x.ndim)])
+    shape = axis_shape(axis, x.ndim)
+    shape[0] = places.shape[0]
+    places = places.reshape(shape)
     return mx.put_along_axis(x, mx.broadcast_to(places, updates.shape), updates, axis=axis)
 
 
@@ -149,11 +137,7 @@ def compress(x, condition: HostArray, *, axis=None):
 @op("ReverseSequence-10")
 def reverse_sequence(x, sequence_lens, *, batch_axis=1, time_axis=0):
     """x with the first sequence_lens[b] steps of each row b in reverse order. ONNX ReverseSequence-10, 28."""
-
-    def along(array, axis):
-        return array.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
-
-    steps = along(mx.arange(x.shape[time_axis]), time_axis)
-    lengths = along(sequence_lens.astype(mx.int32), batch_axis)
+    steps = mx.arange(x.shape[time_axis]).reshape(axis_shape(time_axis, x.ndim))
+    lengths = sequence_lens.astype(mx.int32).reshape(axis_shape(batch_axis, x.ndim))
     places = mx.where(steps < lengths, lengths - 1 - steps, steps)
     return mx.take_along_axis(x, mx.broadcast_to(places, x.shape), axis=time_axis)

@@ -6,6 +6,7 @@ import math
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.ops.functional.interpolation import cubic_kernel_far, cubic_kernel_near
 from mlx_transmuter.ops.registry import HostArray, OperatorError, op
 
 
@@ -64,16 +65,14 @@ def _reflect_or_clip(p: mx.array, n: int, mode: str, align_corners: int) -> mx.a
 
 
 def _cubic_weights(t: mx.array) -> list[mx.array]:
-    """Keys's weights (a = -0.75) of the elements at -1, 0, 1 and 2 for a point at t in [0, 1)."""
+    """Returns Keys's weights (a = -0.75) of the elements at -1, 0, 1 and 2 for a point at t in [0, 1)."""
     a = -0.75
-
-    def near(d):
-        return ((a + 2) * d - (a + 3)) * d * d + 1
-
-    def far(d):
-        return ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
-
-    return [far(t + 1), near(t), near(1 - t), far(2 - t)]
+    return [
+        cubic_kernel_far(t + 1, a),
+        cubic_kernel_near(t, a),
+        cubic_kernel_near(1 - t, a),
+        cubic_kernel_far(2 - t, a),
+    ]
 
 
 def interpolate(

@@ -4,6 +4,8 @@ import math
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.functional.indexing import axis_shape
+from mlx_transmuter.ops.functional.norms import rms_norm, standardize
 from mlx_transmuter.ops.registry import op
 
 
@@ -47,12 +49,9 @@ def layer_normalization(x, scale, bias=None, *, axis=-1, epsilon=1e-5, stash_typ
     last = axis == x.ndim - 1 and scale.shape == x.shape[-1:] and scale.dtype == x.dtype
     if outputs == 1 and last and (bias is None or bias.shape == scale.shape):
         return mx.fast.layer_norm(x, scale, bias, epsilon)
-    axes = tuple(range(axis, x.ndim))
-    wide = x.astype(mx.float32)
-    mean = mx.mean(wide, axis=axes, keepdims=True)
-    inverse = mx.rsqrt(mx.mean(mx.square(wide - mean), axis=axes, keepdims=True) + epsilon)
-    y = ((wide - mean) * inverse).astype(x.dtype) * scale
-    return (y if bias is None else y + bias, mean, inverse)[:outputs]
+    normed, mean, inverse_deviation = standardize(x, tuple(range(axis, x.ndim)), epsilon)
+    y = normed.astype(x.dtype) * scale
+    return (y if bias is None else y + bias, mean, inverse_deviation)[:outputs]
 
 
 @op("RMSNormalization-23")
@@ -63,10 +62,8 @@ def rms_normalization(x, scale, *, axis=-1, epsilon=1e-5, stash_type=1):
     """
     axis = axis % x.ndim
     if axis == x.ndim - 1 and scale.shape == x.shape[-1:] and scale.dtype == x.dtype:
-        return mx.fast.rms_norm(x, scale, epsilon)
-    wide = x.astype(mx.float32)
-    inverse = mx.rsqrt(mx.mean(mx.square(wide), axis=tuple(range(axis, x.ndim)), keepdims=True) + epsilon)
-    return (wide * inverse).astype(x.dtype) * scale
+        return rms_norm(x, scale, epsilon)
+    return rms_norm(x, None, epsilon, axis=axis, compute_dtype=mx.float32).astype(x.dtype) * scale
 
 
 @op("Hardmax-11")
@@ -78,13 +75,13 @@ def hardmax_11(x, *, axis=1):
 @op("Hardmax-13")
 def hardmax(x, *, axis=-1):
     """1 at the first largest element along `axis`, else 0. ONNX Hardmax-13."""
-    places = mx.arange(x.shape[axis]).reshape([-1 if i == axis % x.ndim else 1 for i in range(x.ndim)])
+    places = mx.arange(x.shape[axis]).reshape(axis_shape(axis, x.ndim))
     return (mx.argmax(x, axis=axis, keepdims=True) == places).astype(x.dtype)
 
 
 def _broadcast_channels(x: mx.array, values: mx.array) -> mx.array:
     """values [channels] shaped to go with x [batch, channels, ...]."""
-    return values.reshape([-1 if i == min(1, x.ndim - 1) else 1 for i in range(x.ndim)])
+    return values.reshape(axis_shape(min(1, x.ndim - 1), x.ndim))
 
 
 def _normalize_by_statistics(x, scale, bias, mean, variance, epsilon) -> mx.array:
@@ -120,10 +117,7 @@ def instance_normalization(x, scale, bias, *, epsilon=1e-5):
 
     ONNX InstanceNormalization-6, 22.
     """
-    axes = tuple(range(2, x.ndim))
-    wide = x.astype(mx.float32)
-    centred = wide - mx.mean(wide, axis=axes, keepdims=True)
-    y = centred * mx.rsqrt(mx.mean(mx.square(centred), axis=axes, keepdims=True) + epsilon)
+    y, _, _ = standardize(x, tuple(range(2, x.ndim)), epsilon)
     return (y * _broadcast_channels(x, scale) + _broadcast_channels(x, bias)).astype(x.dtype)
 
 
@@ -165,9 +159,7 @@ def group_normalization(x, scale, bias, *, num_groups, epsilon=1e-5, stash_type=
 
     ONNX GroupNormalization-21.
     """
-    grouped = x.reshape(x.shape[0], num_groups, -1).astype(mx.float32)
-    centred = grouped - mx.mean(grouped, axis=-1, keepdims=True)
-    y = centred * mx.rsqrt(mx.mean(mx.square(centred), axis=-1, keepdims=True) + epsilon)
+    y, _, _ = standardize(x.reshape(x.shape[0], num_groups, -1), (-1,), epsilon)
     return y.reshape(x.shape).astype(x.dtype) * _broadcast_channels(x, scale) + _broadcast_channels(x, bias)
 
 

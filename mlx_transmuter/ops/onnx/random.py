@@ -3,8 +3,8 @@
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.ops.onnx.casting import device_dtype_of_code
 from mlx_transmuter.ops.registry import HostArray, op
+from mlx_transmuter.ops.types import device_dtype
 
 
 def _random_key(seed: float | None) -> mx.array | None:
@@ -41,7 +41,7 @@ def dropout(x, ratio: HostArray = None, training_mode: HostArray = None, *, seed
 def random_normal(*, shape, dtype=1, mean=0.0, scale=1.0, seed=None):
     """Normally distributed numbers of that shape and ONNX type. ONNX RandomNormal-1, 22."""
     return mx.random.normal(shape, dtype=mx.float32, loc=mean, scale=scale, key=_random_key(seed)).astype(
-        device_dtype_of_code(dtype)
+        device_dtype(dtype)
     )
 
 
@@ -49,13 +49,13 @@ def random_normal(*, shape, dtype=1, mean=0.0, scale=1.0, seed=None):
 def random_normal_like(x, *, dtype=None, mean=0.0, scale=1.0, seed=None):
     """Normally distributed numbers of x's shape, and of its type if none is given. ONNX RandomNormalLike-1, 22."""
     drawn = mx.random.normal(x.shape, dtype=mx.float32, loc=mean, scale=scale, key=_random_key(seed))
-    return drawn.astype(x.dtype if dtype is None else device_dtype_of_code(dtype))
+    return drawn.astype(x.dtype if dtype is None else device_dtype(dtype))
 
 
 @op("RandomUniform-1")
 def random_uniform(*, shape, dtype=1, high=1.0, low=0.0, seed=None):
     """Numbers spread evenly over [low, high) of that shape and ONNX type. ONNX RandomUniform-1, 22."""
-    return mx.random.uniform(low, high, shape, key=_random_key(seed)).astype(device_dtype_of_code(dtype))
+    return mx.random.uniform(low, high, shape, key=_random_key(seed)).astype(device_dtype(dtype))
 
 
 @op("RandomUniformLike-1")
@@ -65,15 +65,13 @@ def random_uniform_like(x, *, dtype=None, high=1.0, low=0.0, seed=None):
     ONNX RandomUniformLike-1, 22.
     """
     drawn = mx.random.uniform(low, high, x.shape, key=_random_key(seed))
-    return drawn.astype(x.dtype if dtype is None else device_dtype_of_code(dtype))
+    return drawn.astype(x.dtype if dtype is None else device_dtype(dtype))
 
 
 @op("Bernoulli-15")
 def bernoulli(x, *, dtype=None, seed=None):
     """1 with the chance x, else 0, in x's type if none is given. ONNX Bernoulli-15, 22."""
-    return mx.random.bernoulli(x, key=_random_key(seed)).astype(
-        x.dtype if dtype is None else device_dtype_of_code(dtype)
-    )
+    return mx.random.bernoulli(x, key=_random_key(seed)).astype(x.dtype if dtype is None else device_dtype(dtype))
 
 
 @op("Multinomial-7")
@@ -82,4 +80,4 @@ def multinomial(x, *, dtype=6, sample_size=1, seed=None):
 
     ONNX Multinomial-7, 22.
     """
-    return mx.random.categorical(x, num_samples=sample_size, key=_random_key(seed)).astype(device_dtype_of_code(dtype))
+    return mx.random.categorical(x, num_samples=sample_size, key=_random_key(seed)).astype(device_dtype(dtype))

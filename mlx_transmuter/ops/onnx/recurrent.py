@@ -1,102 +1,56 @@
-"""Recurrent layers, unrolled over time."""
-
-from collections.abc import Callable, Iterator
+"""Recurrent layers of ONNX: RNN, GRU and LSTM, unrolled over time."""
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.functional.recurrent import Activation, LSTMParameters, run_recurrent_layer, split_biases
+from mlx_transmuter.ops.onnx.activation import ACTIVATIONS_BY_OP_TYPE, ParametricActivation
 from mlx_transmuter.ops.registry import OperatorError, op
 
-# name -> (function of x, alpha, beta; default alpha; default beta), as ONNX's RNN lists them.
-RNN_ACTIVATIONS: dict[str, tuple[Callable, float, float]] = {
-    "relu": (lambda x, a, b: mx.maximum(x, 0), 0, 0),
-    "tanh": (lambda x, a, b: mx.tanh(x), 0, 0),
-    "sigmoid": (lambda x, a, b: mx.sigmoid(x), 0, 0),
-    "affine": (lambda x, a, b: a * x + b, 1, 0),
-    "leakyrelu": (lambda x, a, b: mx.where(x < 0, a * x, x), 0.01, 0),
-    "thresholdedrelu": (lambda x, a, b: mx.where(x >= a, x, 0), 1, 0),
-    "scaledtanh": (lambda x, a, b: a * mx.tanh(b * x), 1, 1),
-    "hardsigmoid": (lambda x, a, b: mx.clip(a * x + b, 0, 1), 0.2, 0.5),
-    "elu": (lambda x, a, b: mx.where(x < 0, a * mx.expm1(x), x), 1, 0),
-    "softsign": (lambda x, a, b: x / (1 + mx.abs(x)), 0, 0),
-    "softplus": (lambda x, a, b: mx.logaddexp(x, 0), 0, 0),
+
+def _affine(x: mx.array, *, alpha: float = 1.0, beta: float = 0.0) -> mx.array:
+    return alpha * x + beta
+
+
+def _scaled_tanh(x: mx.array, *, alpha: float = 1.0, beta: float = 1.0) -> mx.array:
+    return alpha * mx.tanh(beta * x)
+
+
+def _thresholded_relu(x: mx.array, *, alpha: float = 1.0) -> mx.array:
+    """As the operator ThresholdedRelu, except that an x equal to alpha passes: ONNX defines the two differently."""
+    return mx.where(x >= alpha, x, 0)
+
+
+# The activations of recurrent layers by their lower-case names.
+RNN_ACTIVATIONS: dict[str, ParametricActivation] = {
+    **{
+        name.lower(): ACTIVATIONS_BY_OP_TYPE[name]
+        for name in ("Relu", "Tanh", "Sigmoid", "LeakyRelu", "HardSigmoid", "Elu", "Softsign", "Softplus")
+    },
+    "affine": ParametricActivation(_affine, ("alpha", "beta")),
+    "scaledtanh": ParametricActivation(_scaled_tanh, ("alpha", "beta")),
+    "thresholdedrelu": ParametricActivation(_thresholded_relu, ("alpha",)),
 }
-ACTIVATIONS_WITH_ALPHA = {"affine", "leakyrelu", "thresholdedrelu", "scaledtanh", "hardsigmoid", "elu"}
-ACTIVATIONS_WITH_BETA = {"affine", "scaledtanh", "hardsigmoid"}
 
 
-def resolve_activations(names, alphas, betas, clip) -> list[Callable]:
-    """The activations by name; alphas and betas go in order to those that take one."""
-    alpha, beta = iter(alphas or ()), iter(betas or ())
-    found = []
+def resolve_activations(names, alphas, betas, clip) -> list[tuple[Activation, Activation]]:
+    """Returns each activation by its name as (applied to what is clipped to ±clip, applied to x itself).
+
+    alphas and betas go in order to the activations that take one. Raises OperatorError for an unknown name.
+    """
+    values = {"alpha": iter(alphas or ()), "beta": iter(betas or ())}
+    functions = []
     for name in (n.lower() for n in names):
         if name not in RNN_ACTIVATIONS:
             raise OperatorError(f"the activation {name!r}", ", ".join(sorted(RNN_ACTIVATIONS)))
-        function, a, b = RNN_ACTIVATIONS[name]
-        a = next(alpha, a) if name in ACTIVATIONS_WITH_ALPHA else a
-        b = next(beta, b) if name in ACTIVATIONS_WITH_BETA else b
-        found.append(lambda x, f=function, a=a, b=b: f(x if clip is None else mx.clip(x, -clip, clip), a, b))
-    return found
+        activation = RNN_ACTIVATIONS[name]
+        parameters = [next(values[parameter], None) for parameter in activation.parameters]
+        function = activation.bind(parameters)
+        functions.append((function if clip is None else _clipped(function, clip), function))
+    return functions
 
 
-def _backward_flags(direction: str) -> list[bool]:
-    """Whether each direction runs backward."""
-    try:
-        return {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[direction]
-    except KeyError:
-        raise OperatorError(f"the direction {direction!r}", "forward, reverse or bidirectional") from None
-
-
-def _run_direction(
-    x, lengths, state: list[mx.array], backward: bool, step: Callable
-) -> tuple[mx.array, list[mx.array]]:
-    """step over time, x [time, batch, in]: the first state after each step [time, batch, hidden], and the last states.
-
-    A row whose length is reached keeps its state and gives zeros; backward starts at each row's own last step.
-    """
-    outputs: dict[int, mx.array] = {}
-    for t in _time_order(x.shape[0], backward):
-        new = step(x[t], *state)
-        if lengths is not None:
-            live = (t < lengths)[:, None]
-            outputs[t] = mx.where(live, new[0], 0)
-            state = [mx.where(live, n, old) for n, old in zip(new, state, strict=True)]
-        else:
-            outputs[t], state = new[0], new
-    if not outputs:
-        return mx.zeros((0, *state[0].shape), state[0].dtype), state
-    return mx.stack([outputs[t] for t in range(x.shape[0])]), state
-
-
-def _time_order(count: int, backward: bool) -> Iterator[int]:
-    return reversed(range(count)) if backward else iter(range(count))
-
-
-def run_recurrent_layer(x, w, hidden_size, lengths, initials, direction, layout, outputs, make_step: Callable):
-    """The results of a layer: all states [time, directions, batch, hidden], then the last [directions, ...].
-
-    make(d) gives the step of direction d; layout 1 has the batch first everywhere.
-    """
-    if layout:
-        x = x.swapaxes(0, 1)
-        initials = [None if s is None else s.swapaxes(0, 1) for s in initials]
-    zeros = mx.zeros((x.shape[1], hidden_size.shape[-1]), x.dtype)
-    runs = [
-        _run_direction(x, lengths, [zeros if s is None else s[d] for s in initials], backward, make_step(d))
-        for d, backward in enumerate(_backward_flags(direction))
-    ]
-    y = mx.stack([states for states, _ in runs], axis=1)
-    last = [mx.stack([state[i] for _, state in runs]) for i in range(len(initials))]
-    if layout:
-        y, last = y.transpose(2, 0, 1, 3), [s.swapaxes(0, 1) for s in last]
-    results = (y, *last)
-    return results[:outputs]
-
-
-def split_biases(b, d: int, gates: int, hidden: int, dtype: mx.Dtype) -> list[mx.array]:
-    """The biases of direction d: `gates` for the input, then `gates` for the state, [hidden] each."""
-    if b is None:
-        return [mx.zeros(hidden, dtype)] * (2 * gates)
-    return list(mx.split(b[d], 2 * gates))
+def _clipped(function: Activation, clip: float) -> Activation:
+    return lambda x: function(mx.clip(x, -clip, clip))
 
 
 @op("RNN-7")
@@ -124,12 +78,20 @@ def rnn(
     """
     functions = resolve_activations(activations, activation_alpha, activation_beta, clip)
 
-    def make(d):
+    def make_step(d):
         wb, rb = split_biases(b, d, 1, r.shape[-1], x.dtype)
-        f = functions[d]
+        f, _ = functions[d]
         return lambda xt, h: [f(xt @ w[d].T + h @ r[d].T + (wb + rb))]
 
-    return run_recurrent_layer(x, w, r, sequence_lens, [initial_h], direction, layout, outputs, make)
+    return run_recurrent_layer(
+        x,
+        make_step,
+        hidden_size=r.shape[-1],
+        initial_states=[initial_h],
+        direction=direction,
+        lengths=sequence_lens,
+        batch_first=bool(layout),
+    )[:outputs]
 
 
 @op("GRU-7")
@@ -157,11 +119,11 @@ def gru(
     """
     functions = resolve_activations(activations, activation_alpha, activation_beta, clip)
 
-    def make(d):
+    def make_step(d):
         wz, wr, wh, rz, rr, rh = split_biases(b, d, 3, r.shape[-1], x.dtype)
         w_z, w_r, w_h = (part.T for part in mx.split(w[d], 3))
         r_z, r_r, r_h = (part.T for part in mx.split(r[d], 3))
-        f, g = functions[2 * d : 2 * d + 2]
+        (f, _), (g, _) = functions[2 * d : 2 * d + 2]
 
         def step(xt, h):
             z = f(xt @ w_z + h @ r_z + (wz + rz))
@@ -171,7 +133,15 @@ def gru(
 
         return step
 
-    return run_recurrent_layer(x, w, r, sequence_lens, [initial_h], direction, layout, outputs, make)
+    return run_recurrent_layer(
+        x,
+        make_step,
+        hidden_size=r.shape[-1],
+        initial_states=[initial_h],
+        direction=direction,
+        lengths=sequence_lens,
+        batch_first=bool(layout),
+    )[:outputs]
 
 
 @op("LSTM-7")
@@ -201,25 +171,18 @@ def lstm(
     22.
     """
     functions = resolve_activations(activations, activation_alpha, activation_beta, clip)
-    unclipped = resolve_activations(activations, activation_alpha, activation_beta, None)
+    parameters = LSTMParameters(b, p, functions, r.shape[-1], bool(input_forget))
 
-    def make(d):
-        biases = split_biases(b, d, 4, r.shape[-1], x.dtype)
-        bias = mx.concatenate([biases[i] + biases[4 + i] for i in range(4)])
-        zeros = mx.zeros(r.shape[-1], x.dtype)
-        p_i, p_o, p_f = [zeros] * 3 if p is None else mx.split(p[d], 3)
-        f, g = functions[3 * d : 3 * d + 2]
-        # The clip is of the gates: onnxruntime, whose word it is, leaves the cell's way out as it is.
-        (out,) = unclipped[3 * d + 2 : 3 * d + 3]
+    def make_step(d):
+        cell = parameters.cell(d, x.dtype)
+        return lambda xt, h, c: cell(xt @ w[d].T + h @ r[d].T + cell.bias, c)
 
-        def step(xt, h, c):
-            gates = xt @ w[d].T + h @ r[d].T + bias
-            i, o, forget, cell = mx.split(gates, 4, axis=-1)
-            i = f(i + p_i * c)
-            forget = 1 - i if input_forget else f(forget + p_f * c)
-            c = forget * c + i * g(cell)
-            return [f(o + p_o * c) * out(c), c]
-
-        return step
-
-    return run_recurrent_layer(x, w, r, sequence_lens, [initial_h, initial_c], direction, layout, outputs, make)
+    return run_recurrent_layer(
+        x,
+        make_step,
+        hidden_size=r.shape[-1],
+        initial_states=[initial_h, initial_c],
+        direction=direction,
+        lengths=sequence_lens,
+        batch_first=bool(layout),
+    )[:outputs]

@@ -5,6 +5,8 @@ import math
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.ops.functional.indexing import axis_shape
+from mlx_transmuter.ops.functional.interpolation import cubic_kernel_far, cubic_kernel_near
 from mlx_transmuter.ops.onnx.casting import saturating_cast
 from mlx_transmuter.ops.registry import HostArray, OperatorError, op
 
@@ -98,7 +100,7 @@ def _resize(
         at = _source_coordinates(length, x.shape[axis], ratio, coordinates, crop)
         if coordinates == "tf_crop_and_resize":
             off = (at < 0) | (at > x.shape[axis] - 1)
-            blank = blank | off.reshape([-1 if j == axis else 1 for j in range(x.ndim)])
+            blank = blank | off.reshape(axis_shape(axis, x.ndim))
         if mode == "nearest":
             y = mx.take(y, mx.array(_nearest_indices(at, x.shape[axis], nearest_mode)), axis=axis)
         else:
@@ -169,9 +171,7 @@ def _interpolation_weights(
     if mode == "linear":
         weights = np.clip(1 - distance, 0, None)
     else:
-        a = cubic
-        near = ((a + 2) * distance - (a + 3)) * distance**2 + 1
-        far = a * distance**3 - 5 * a * distance**2 + 8 * a * distance - 4 * a
+        near, far = cubic_kernel_near(distance, cubic), cubic_kernel_far(distance, cubic)
         weights = np.where(distance <= 1, near, np.where(distance < 2, far, 0))
     if exclude:
         weights = np.where((places >= 0) & (places < size), weights, 0)
