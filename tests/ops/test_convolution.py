@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 from onnxruntime_node import assert_matches_onnxruntime, onnxruntime_outputs
+from random_inputs import float_source
 
 rng = np.random.default_rng(0)
-
-
-def floats(*shape):
-    return rng.normal(size=shape).astype(np.float32)
+floats = float_source(rng)
 
 
 def check_onnx_node(kind, inputs, attrs, outputs=("y",), opset=21, tolerance=1e-5):

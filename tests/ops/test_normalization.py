@@ -4,12 +4,10 @@ import numpy as np
 import pytest
 from numpy_node import assert_node_gives, run_node
 from onnxruntime_node import assert_matches_onnxruntime
+from random_inputs import float_source
 
 rng = np.random.default_rng(0)
-
-
-def floats(*shape):
-    return rng.normal(size=shape).astype(np.float32)
+floats = float_source(rng)
 
 
 @pytest.mark.parametrize("kind", ["Softmax", "LogSoftmax", "Hardmax"])

@@ -1,10 +1,15 @@
 """ONNX's own quantisation operators against onnxruntime, those of integers to the last bit."""
 
+from functools import partial
+
 import numpy as np
 import pytest
+import random_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnxruntime_node import assert_matches_onnxruntime, module_outputs, onnxruntime_outputs
+
+floats = partial(random_inputs.floats, spread=10.0)
 
 INT4, UINT4 = 22, 21  # ONNX TensorProto.DataType
 INTEGER_TYPE_CODES = {np.uint8: 2, np.int8: 3, np.uint16: 4, np.int16: 5}
@@ -20,10 +25,6 @@ def integers(seed, dtype, *shape):
 
 def scales(seed, *shape, dtype=np.float32):
     return np.random.default_rng(seed).uniform(0.01, 0.2, size=shape).astype(dtype)
-
-
-def floats(seed, *shape, dtype=np.float32, spread=10.0):
-    return (np.random.default_rng(seed).normal(size=shape) * spread).astype(dtype)
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)

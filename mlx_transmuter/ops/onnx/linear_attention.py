@@ -76,7 +76,14 @@ def causal_conv_with_state(x, w, bias=None, past_state=None, *, activation="none
     past_state [batch, channels, k - 1] goes before x, zeros without it; activation "none", "silu" or "swish" comes
     after. ONNX CausalConvWithState-27.
     """
-    past = None if past_state is None else past_state.swapaxes(1, 2)
-    y, history = depthwise_causal_conv(x.swapaxes(1, 2), w, bias, past, activation=activation)
+    # In float32, as ONNX defines no rounding of a half-precision sum between its taps.
+    bias, past = (None if array is None else array.astype(mx.float32) for array in (bias, past_state))
+    y, history = depthwise_causal_conv(
+        x.astype(mx.float32).swapaxes(1, 2),
+        w.astype(mx.float32),
+        bias,
+        None if past is None else past.swapaxes(1, 2),
+        activation=activation,
+    )
     state = history[:, history.shape[1] - (w.shape[2] - 1) :]
-    return (y.swapaxes(1, 2), state.swapaxes(1, 2))[:outputs]
+    return (y.swapaxes(1, 2).astype(x.dtype), state.swapaxes(1, 2).astype(x.dtype))[:outputs]

@@ -4,15 +4,16 @@ A state that differs by the last bit of its activation can be rounded the other 
 of its range: the tolerance is that of a few such steps.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
+import random_inputs
 from onnxruntime_node import assert_matches_onnxruntime
 
+floats = partial(random_inputs.floats, spread=0.5)
+
 TIME, BATCH, IN, HIDDEN = 5, 3, 6, 8
-
-
-def floats(seed, *shape):
-    return (np.random.default_rng(seed).normal(size=shape) * 0.5).astype(np.float32)
 
 
 def lstm_inputs(directions, by_channel, dtype, extras):

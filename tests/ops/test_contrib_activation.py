@@ -1,14 +1,14 @@
 """Activations of com.microsoft against onnxruntime, and against numpy where it has no CPU kernel."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
+import random_inputs
 from onnxruntime_node import assert_matches_onnxruntime, assert_outputs_close, module_outputs, onnxruntime_outputs
 
-
-def floats(seed, *shape, dtype=np.float32):
-    return (3 * np.random.default_rng(seed).normal(size=shape)).astype(dtype)
+floats = partial(random_inputs.floats, spread=3.0)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-6), (np.float16, 2e-3)])

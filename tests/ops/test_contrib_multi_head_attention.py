@@ -3,13 +3,10 @@
 import numpy as np
 import pytest
 from onnxruntime_node import assert_matches_onnxruntime, assert_outputs_close, module_outputs, onnxruntime_outputs
+from random_inputs import floats
 
 B, S, H, D = 2, 4, 3, 8
 T = S + 3
-
-
-def floats(seed, *shape, dtype=np.float32):
-    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
 def mask_forms(context, seq):

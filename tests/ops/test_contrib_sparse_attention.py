@@ -5,6 +5,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnxruntime_node import CONTRIB_DOMAIN, assert_outputs_close, module_outputs
+from random_inputs import floats
 
 HEADS, KV, DIM, BLOCK, CAPACITY = 4, 2, 16, 16, 64
 OUTPUTS = ("y", "present_key", "present_value")
@@ -24,10 +25,6 @@ def layouts_to_csr(layouts):
     return rows.astype(np.int32), np.array(
         [np.pad(c, (0, most - len(c)), constant_values=-1) for c in columns], dtype=np.int32
     )
-
-
-def floats(seed, *shape):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def shared_buffer_outputs(inputs, attrs):

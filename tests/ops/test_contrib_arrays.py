@@ -3,10 +3,7 @@
 import numpy as np
 import pytest
 from onnxruntime_node import assert_matches_onnxruntime, module_outputs
-
-
-def floats(seed, *shape):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+from random_inputs import floats
 
 
 @pytest.mark.parametrize("axis", [0, 2, -1, -3])

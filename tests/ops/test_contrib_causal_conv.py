@@ -3,13 +3,10 @@
 import numpy as np
 import pytest
 from onnxruntime_node import assert_matches_onnxruntime, assert_outputs_close, module_outputs, onnxruntime_outputs
+from random_inputs import floats
 
 B, C = 2, 3
 OUTPUTS = ("y", "state")
-
-
-def floats(seed, *shape, dtype=np.float32):
-    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
 @pytest.mark.parametrize("seq", [1, 2, 9])

@@ -1,14 +1,16 @@
 """MoE and QMoE against onnxruntime."""
 
+from functools import partial
+
 import numpy as np
 import pytest
+import random_inputs
 from onnxruntime_node import assert_matches_onnxruntime, assert_outputs_close, module_outputs, onnxruntime_outputs
+from random_inputs import pack_bits
+
+floats = partial(random_inputs.floats, spread=0.3)
 
 EXPERTS, HIDDEN, INNER = 5, 64, 32
-
-
-def floats(seed, *shape, dtype=np.float32, spread=0.3):
-    return (np.random.default_rng(seed).normal(size=shape) * spread).astype(dtype)
 
 
 def dense_weights(fused, bias=True, dtype=np.float32):
@@ -64,14 +66,6 @@ def test_gates_apart_and_side_by_side():
     assert_outputs_close(truth, ours, 3e-6)
     (ours,) = module_outputs("MoE", [x, router, gate, gate_bias, fc2, bias2, up, up_bias], attrs, ("y",))
     assert_outputs_close(truth, ours, 3e-6)
-
-
-def pack_bits(values, bits):
-    """uint8 [..., n] of bits bits each, the first lowest; rows filled up to a whole byte."""
-    per = 8 // bits
-    values = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % per)])
-    parts = values.reshape(*values.shape[:-1], -1, per).astype(np.uint8)
-    return np.bitwise_or.reduce(parts << (np.arange(per, dtype=np.uint8) * bits), axis=-1).astype(np.uint8)
 
 
 def quantized_weights(seed, rows, columns, bits, block, zero_points):

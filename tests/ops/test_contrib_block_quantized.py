@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from onnxruntime_node import assert_matches_onnxruntime, assert_outputs_close, module_outputs, onnxruntime_outputs
+from random_inputs import pack_bits
 
 INT4, UINT4 = 22, 21  # ONNX TensorProto.DataType
 
@@ -83,12 +84,6 @@ def test_no_weight():
     attrs = {"K": 64, "N": 5, "bits": 4, "block_size": 32}
     assert_matches_onnxruntime("MatMulNBits", [a, b[:0], scales], attrs)
     assert_matches_onnxruntime("MatMulNBits", [a, b[:0], scales, None, None, np.ones(5, dtype=np.float32)], attrs)
-
-
-def pack_bits(values, bits):
-    """uint8 [..., n] of bits bits each, the first lowest: [..., n · bits / 8]."""
-    parts = values.reshape(*values.shape[:-1], -1, 8 // bits).astype(np.uint8)
-    return np.bitwise_or.reduce(parts << (np.arange(8 // bits, dtype=np.uint8) * bits), axis=-1).astype(np.uint8)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

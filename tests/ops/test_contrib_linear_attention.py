@@ -3,13 +3,10 @@
 import numpy as np
 import pytest
 from onnxruntime_node import assert_matches_onnxruntime, assert_outputs_close, module_outputs, onnxruntime_outputs
+from random_inputs import floats
 
 B, DK, DV = 2, 8, 6
 OUTPUTS = ("y", "state")
-
-
-def floats(seed, *shape, spread=1.0):
-    return (np.random.default_rng(seed).normal(size=shape) * spread).astype(np.float32)
 
 
 def unit_keys(x, heads):

@@ -3,12 +3,9 @@
 import numpy as np
 import pytest
 from onnxruntime_node import assert_matches_onnxruntime, assert_outputs_close, module_outputs, onnxruntime_outputs
+from random_inputs import floats
 
 TRANSPOSES = [(0, 0), (0, 1), (1, 0), (1, 1)]
-
-
-def floats(seed, *shape, dtype=np.float32):
-    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])

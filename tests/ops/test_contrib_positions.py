@@ -5,10 +5,7 @@ import math
 import numpy as np
 import pytest
 from onnxruntime_node import assert_matches_onnxruntime, assert_outputs_close, module_outputs, onnxruntime_outputs
-
-
-def floats(seed, *shape):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+from random_inputs import floats
 
 
 def t5_bucket(distance, bidirectional, buckets, most):

@@ -6,13 +6,9 @@ onnxruntime folds scales before it rounds, so a value that falls between two int
 import numpy as np
 import pytest
 from onnxruntime_node import module_outputs, onnxruntime_outputs
+from random_inputs import integers
 
 TYPES = pytest.mark.parametrize("dtype", [np.uint8, np.int8])
-
-
-def integers(seed, dtype, *shape):
-    info = np.iinfo(dtype)
-    return np.random.default_rng(seed).integers(info.min, info.max, size=shape, endpoint=True).astype(dtype)
 
 
 def scale_and_zero_point(seed, dtype, scale=0.03):

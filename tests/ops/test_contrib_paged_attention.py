@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from onnxruntime_node import assert_outputs_close, module_outputs, onnxruntime_outputs
+from random_inputs import floats
 
 HEADS, KV, DIM, BLOCK_SIZE, BLOCK_COUNT = 4, 2, 16, 4, 16
 OUTPUTS = ("y", "key_cache", "value_cache")
@@ -18,10 +19,6 @@ FEATURES = {
     "sink": {},
     "scale": {"scale": 0.3},
 }
-
-
-def floats(seed, *shape):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def token_slots(row, count):

@@ -3,15 +3,7 @@
 import numpy as np
 import pytest
 from onnxruntime_node import assert_matches_onnxruntime, module_outputs
-
-
-def integers(seed, dtype, *shape):
-    info = np.iinfo(dtype)
-    return np.random.default_rng(seed).integers(info.min, info.max, size=shape, endpoint=True).astype(dtype)
-
-
-def floats(seed, *shape):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+from random_inputs import floats, integers
 
 
 def scales(seed, *shape):
