@@ -9,6 +9,11 @@ from mlx_transmuter.program import Program
 from mlx_transmuter.program.layer_arrays import array_name, array_owner, layer_arrays
 
 
+def name_arrays(path: str, arrays: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Returns the arrays of a layer at `path` ("weight", … -> tensor) by the names that they have as weights."""
+    return {array_name(path, part): tensor for part, tensor in arrays.items()}
+
+
 class LayerView:
     """The weights of a program as arrays of its layers ("weight", "bias", "scales", "biases")."""
 
@@ -22,10 +27,6 @@ class LayerView:
     def array_name(self, path: str, part: str) -> str:
         """The name of the weight that is the array `part` of the layer at `path`."""
         return array_name(path, part)
-
-    def named(self, path: str, arrays: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-        """The arrays of a layer at `path` under the names that they have as weights of a program."""
-        return {array_name(path, part): tensor for part, tensor in arrays.items()}
 
     def owner(self, name: str) -> tuple[str, str] | None:
         """The layer that the weight `name` is an array of, and which array; None for a weight of no layer."""

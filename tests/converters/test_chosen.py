@@ -129,7 +129,7 @@ def test_experts_that_are_changed_before_they_are_added_stay(change, tmp_path):
     assert record(program) == {
         "name": "make_switch_experts",
         "held": 0,
-        "declined": {"the sum of 5 alike experts is none by a router's indices and scores": 1},
+        "declined": {"its 5 experts are not added up by a router's indices and scores": 1},
     }
     wanted = toy.expected(model, IDS)
     np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=1e-5 * np.ptp(wanted))
@@ -139,7 +139,8 @@ def test_scores_that_hang_on_more_than_the_choices_decline(tmp_path):
     """A weight of its own for each token and expert."""
     model = mixtures.decoder("weighed", change=lambda e, y, n: n("Mul", y, n("Sigmoid", "mixture.Reshape_1_0")))
     program, _ = converted(model, tmp_path)
-    assert list(record(program)["declined"]) == ["5 alike experts that no router's indices and scores alone add up"]
+    reason = "no router's indices and scores alone decide how its 5 experts are added up"
+    assert list(record(program)["declined"]) == [reason]
 
 
 def test_a_sum_of_another_shape_than_its_rows_declines(tmp_path):

@@ -58,5 +58,5 @@ def test_indices_that_nothing_scatters_to_decline():
         else node
         for node in program.nodes
     ]
-    wanted = "its indices are no choice and token of which one alone is scattered to"
+    wanted = "its indices are not those of choices and of tokens, only the latter scattered to"
     assert reasons(replace(program, nodes=nodes)) == [wanted] * 4

@@ -7,7 +7,7 @@ import pytest
 
 from mlx_transmuter.converters.graph import operator_sets
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
-from mlx_transmuter.converters.graph.layer_view import LayerView
+from mlx_transmuter.converters.graph.layer_view import LayerView, name_arrays
 from mlx_transmuter.converters.graph.node_builder import NodeBuilder, unique_name
 from mlx_transmuter.converters.graph.shape_probe import ShapeProbe
 from mlx_transmuter.converters.graph.slices import Slice, slice_of, sliced_axis, split_sizes
@@ -113,7 +113,7 @@ def test_the_arrays_of_a_layer():
     assert program.weights["a.b.weight"] == WeightInfo("float32", (2, 2))
     view = LayerView(program)
     assert view.arrays("a.b") == {"weight": tensor, "bias": tensor}
-    assert view.named("q", {"weight": tensor}) == {"q.weight": tensor}
+    assert name_arrays("q", {"weight": tensor}) == {"q.weight": tensor}
     assert view.owner("a.bc.weight") == ("a.bc", "weight")
     assert view.owner("a.loose") is None
     assert view.array_name("a.b", "scales") == "a.b.scales"

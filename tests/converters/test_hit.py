@@ -39,7 +39,7 @@ def test_a_trace_that_lacks_experts_is_refused(tmp_path):
     depth = next(node for node in model.graph.node if node.op_type == "OneHot").input[1]
     toy.replace(model, depth, toy.numpy_helper.from_array(np.array(mixtures.EXPERTS + 2)))
     toy.write(tmp_path / "source", model)
-    with pytest.raises(ConvertError, match=r"5 of 7 experts were hit where the model was traced.*sequence_length"):
+    with pytest.raises(ConvertError, match=r"5 of 7 experts were chosen where the model was traced.*sequence_length"):
         convert(tmp_path / "source", "model.onnx", tmp_path / "out", progress=False)
 
 

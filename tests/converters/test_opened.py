@@ -141,7 +141,7 @@ def test_what_no_stack_does_declines(tmp_path):
         if node.op == "com.microsoft.MoE-1":
             node.attrs["use_sparse_mixer"] = 1  # type: ignore[index]
     assert [one.reason for one in expand_contrib_moe(GraphView(program)) if isinstance(one, SkippedMatch)] == [
-        "it routes or packs as no stack does"
+        "its router is a sparse mixer; expected the k best of a softmax"
     ]
 
 

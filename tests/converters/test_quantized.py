@@ -153,12 +153,12 @@ def test_a_layers_arrays_stand_for_the_files_numbers(columns, block, bits, seed,
     scales = draw.uniform(0.01, 0.1, (3, blocks)).astype(np.float16).astype(np.float32)
     zeros = draw.integers(0, 2**bits, (3, blocks)).astype(np.float32)
     made = BlockQuantizedWeight(3, columns, block, bits, dtype, lambda: (values, scales, zeros))
-    arrays, options = build_layer_arrays("layer", made)
+    arrays, options = build_layer_arrays(made)
     index = np.arange(columns) // block
     wanted = (values - zeros[:, index]) * scales[:, index]
-    read = {name.removeprefix("layer."): tensor.to_device() for name, tensor in arrays.items()}
+    read = {name: tensor.to_device() for name, tensor in arrays.items()}
     assert {name: tuple(array.shape) for name, array in read.items()} == {
-        name.removeprefix("layer."): tensor.shape for name, tensor in arrays.items()
+        name: tensor.shape for name, tensor in arrays.items()
     }
     if made.group_size is None:
         assert read["weight"].dtype == getattr(mx, dtype)

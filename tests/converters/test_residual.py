@@ -18,8 +18,8 @@ from mlx_transmuter.program import Node, Program, Value
 from mlx_transmuter.program.signature import DecoderSignature
 from mlx_transmuter.runtime.module import ProgramModule
 
-READ = "the product is read by something else too; wanted one that only the sum reads"
-SHAPES = "the product and what it is added to differ in shape; wanted one shape in every size"
+READ = "the product is read by another node too; expected one that only the sum reads"
+SHAPES = "the product and the residual differ in shape; expected one shape in every size"
 
 
 def sums(program: Program) -> list[Node]:

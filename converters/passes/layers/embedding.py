@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.layer_view import name_arrays
 from mlx_transmuter.converters.graph.linear_product import strip_transpose
 from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
 from mlx_transmuter.converters.onnx_reader.lazy_tensor import LAYER_FLOAT_TYPES
@@ -36,5 +37,5 @@ def make_embedding_layers(graph: GraphView) -> Iterator[MatchOutcome]:
             node,
             (Node("mlx.embedding", (node.inputs[1], path), node.outputs, name=node.name),),
             layers={path: {"kind": "Embedding"}},
-            arrays={f"{path}.weight": table.transpose() if is_transposed else table},
+            arrays=name_arrays(path, {"weight": table.transpose() if is_transposed else table}),
         )

@@ -1,4 +1,4 @@
-"""Residual: the sum of a product and the stream that it belongs to becomes a part of the product."""
+"""The sum of a linear layer's product and the residual stream becomes an input of the layer's node."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from mlx_transmuter.program import Node
 def fuse_residual_add(graph: GraphView) -> Iterator[MatchOutcome]:
     """Add(r, mlx.linear(x, layer)) → mlx.linear(x, layer, r), where r, product and sum have one shape in every size.
 
-    A sum takes one product in: of two, one that can be summed in one operation, else the first. The node stands where
-    the Add stood, since r may come after the product.
+    A sum is fused with one product: of two, one that can be summed in one operation, else the first. The node stands
+    where the Add stood, since r may be computed after the product.
     """
-    seen = graph.shape_probe
-    if seen is None:
+    probe = graph.shape_probe
+    if probe is None:
         return
     for node in graph.nodes:
         if not is_op_type(node, "Add"):
             continue
         terms = zip(node.inputs, reversed(node.inputs), strict=True)
         products = [
-            (one, to) for name, to in terms if (one := graph.producer(name, "mlx.linear")) and not _has_residual(one)
+            (product, residual)
+            for name, residual in terms
+            if (product := graph.producer(name, "mlx.linear")) and not _has_residual(product)
         ]
         if not products:
             continue
-        alone = [(one, to) for one, to in products if to not in one.outputs and _only_reader(graph, one) is node]
-        if not alone:
-            yield SkippedMatch(node, "the product is read by something else too; wanted one that only the sum reads")
+        own_products = [
+            (product, residual)
+            for product, residual in products
+            if residual not in product.outputs and graph.only_consumer(product.outputs[0]) is node
+        ]
+        if not own_products:
+            yield SkippedMatch(node, "the product is read by another node too; expected one that only the sum reads")
             continue
-        product, to = min(alone, key=lambda term: not _is_one_operation(graph, term[0]))
-        wanted, *others = (seen.shapes(name) for name in (node.outputs[0], *product.outputs, to))
-        if wanted is None or any(shapes != wanted for shapes in others):
-            yield SkippedMatch(
-                node, "the product and what it is added to differ in shape; wanted one shape in every size"
-            )
+        product, residual = min(own_products, key=lambda term: not _is_one_operation(graph, term[0]))
+        shapes = probe.shapes(node.outputs[0])
+        if shapes is None or any(probe.shapes(name) != shapes for name in (*product.outputs, residual)):
+            yield SkippedMatch(node, "the product and the residual differ in shape; expected one shape in every size")
             continue
-        inputs = (*product.inputs, to)
+        inputs = (*product.inputs, residual)
         yield Replacement(node, (Node(product.op, inputs, node.outputs, product.attrs, product.name),))
 
 
 def _has_residual(product: Node) -> bool:
-    """Whether the product is a part of a sum already."""
+    """Whether the product is fused with a sum already."""
     return len(product.inputs) > 2
-
-
-def _only_reader(graph: GraphView, product: Node) -> Node | None:
-    return graph.only_consumer(product.outputs[0])
 
 
 def _is_one_operation(graph: GraphView, product: Node) -> bool:

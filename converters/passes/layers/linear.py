@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.layer_view import LayerView, name_arrays
 from mlx_transmuter.converters.graph.linear_product import LinearProduct, find_bias_add, match_linear_product
 from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
 from mlx_transmuter.converters.onnx_reader.lazy_tensor import LAYER_FLOAT_TYPES, LazyTensor
@@ -45,14 +46,12 @@ def make_linear_layers(graph: GraphView) -> Iterator[MatchOutcome]:
 
 def _replace_with_linear(graph: GraphView, root: Node, product: LinearProduct, weight: LazyTensor) -> Replacement:
     path = layer_path(graph, product.matrix, product.bias)
-    arrays = {f"{path}.weight": weight}
-    if product.bias:
-        arrays[f"{path}.bias"] = graph.program.tensors[product.bias]
+    arrays = {"weight": weight} | ({"bias": graph.program.tensors[product.bias]} if product.bias else {})
     return Replacement(
         root,
         (Node("mlx.linear", (product.x, path), root.outputs, name=product.node.name),),
         layers={path: {"kind": "Linear", "bias": bool(product.bias)}},
-        arrays=arrays,
+        arrays=name_arrays(path, arrays),
     )
 
 
@@ -88,11 +87,11 @@ def _find_tied_embedding(graph: GraphView, matrix: str, weight: LazyTensor) -> s
     """The path of the embedding whose table the weight [out, in] is, or is a copy of, as exporters make of tied
     weights.
     """
-    own_path = layer_path(graph, matrix)
+    own_path, view = layer_path(graph, matrix), LayerView(graph.program)
     for path, layer in graph.program.layers.items():
         if layer["kind"] != "Embedding":
             continue
-        table = graph.program.tensors[f"{path}.weight"]
+        table = view.arrays(path)["weight"]
         if path == own_path:
             return path
         if table.shape == weight.shape and table.dtype == weight.dtype and _has_same_values(table, weight):

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter import ops
 from mlx_transmuter.converters.graph.graph_view import GraphView
+from mlx_transmuter.converters.graph.layer_view import name_arrays
 from mlx_transmuter.converters.graph.linear_product import find_bias_add
+from mlx_transmuter.converters.graph.node_builder import cast_output
 from mlx_transmuter.converters.graph.rewriting import Replacement
 from mlx_transmuter.converters.onnx_reader.lazy_tensor import LAYER_FLOAT_TYPES, LazyTensor, shared_readers
 from mlx_transmuter.ops.functional.block_quantization import AFFINE_GROUP_SIZES
@@ -92,40 +93,37 @@ def replace_with_quantized_linear(graph: GraphView, path: str, product: BlockPro
     if not bias and product.is_only_reader:
         bias_add = find_bias_add(graph, root, (weight.rows,), LAYER_FLOAT_TYPES)
         root, bias = bias_add or (root, "")
-    arrays, options = build_layer_arrays(path, weight)
+    arrays, options = build_layer_arrays(weight)
     if bias:
-        arrays[f"{path}.bias"] = graph.program.tensors[bias]
+        arrays["bias"] = graph.program.tensors[bias]
     linear = Node("mlx.linear", (product.x, path), root.outputs, weight.node_attrs, product.node.name)
     kind = "QuantizedLinear" if weight.group_size else "Linear"
     layers = {path: {"kind": kind, "bias": bool(bias), **options}}
-    return Replacement(root, _cast_to_file_dtype(linear, weight), layers=layers, arrays=arrays)
+    return Replacement(root, _cast_to_file_dtype(linear, weight), layers=layers, arrays=name_arrays(path, arrays))
 
 
 def replace_with_quantized_embedding(node: Node, ids: str, path: str, weight: BlockQuantizedWeight) -> Replacement:
     """The rows `ids` of the weight, which the node gives, as mlx.embedding with an nn.QuantizedEmbedding at `path`."""
-    arrays, options = build_layer_arrays(path, weight)
+    arrays, options = build_layer_arrays(weight)
     embedding = Node("mlx.embedding", (ids, path), node.outputs, name=node.name)
     layers = {path: {"kind": "QuantizedEmbedding", **options}}
-    return Replacement(node, _cast_to_file_dtype(embedding, weight), layers=layers, arrays=arrays)
+    return Replacement(node, _cast_to_file_dtype(embedding, weight), layers=layers, arrays=name_arrays(path, arrays))
 
 
 def _cast_to_file_dtype(node: Node, weight: BlockQuantizedWeight) -> tuple[Node, ...]:
     """The layer's node, and a Cast to the file's type where the layer computes in another one."""
-    if weight.output_dtype == weight.file_dtype:
-        return (node,)
-    wide = f"{node.outputs[0]}.wide"
-    to = {"to": ops.ELEMENT_TYPE_CODES[weight.file_dtype]}
-    return Node(node.op, node.inputs, (wide,), node.attrs, node.name), Node("Cast-9", (wide,), node.outputs, to)
+    return (node,) if weight.output_dtype == weight.file_dtype else cast_output(node, weight.file_dtype)
 
 
-def build_layer_arrays(path: str, weight: BlockQuantizedWeight) -> tuple[dict[str, LazyTensor], dict[str, int]]:
-    """The layer's arrays, read when they are saved, and its options: weight uint32 [rows, columns · bits / 32], scales
-    and biases [rows, groups]; or the weight in floats [rows, columns] where there is no group.
+def build_layer_arrays(weight: BlockQuantizedWeight) -> tuple[dict[str, LazyTensor], dict[str, int]]:
+    """The arrays of the weight's layer, read when they are saved, and its options: "weight" uint32 [rows,
+    columns · bits / 32], "scales" and "biases" [rows, groups]; or the "weight" in floats [rows, columns] where MLX has
+    no groups for the blocks.
     """
     group_size, rows = weight.group_size, weight.rows
     if group_size is None:
         floats = LazyTensor(weight.file_dtype, (rows, weight.columns), lambda: _dequantize(weight))
-        return {f"{path}.weight": floats}, {}
+        return {"weight": floats}, {}
     columns = weight.columns + weight.padding_columns
 
     def make() -> tuple[mx.array, ...]:
@@ -139,9 +137,9 @@ def build_layer_arrays(path: str, weight: BlockQuantizedWeight) -> tuple[dict[st
     packed, scales, biases = shared_readers(make, 3)
     groups = (rows, columns // group_size)
     arrays = {
-        f"{path}.weight": LazyTensor("uint32", (rows, columns * weight.bits // 32), packed),
-        f"{path}.scales": LazyTensor(weight.scale_dtype, groups, scales),
-        f"{path}.biases": LazyTensor(weight.scale_dtype, groups, biases),
+        "weight": LazyTensor("uint32", (rows, columns * weight.bits // 32), packed),
+        "scales": LazyTensor(weight.scale_dtype, groups, scales),
+        "biases": LazyTensor(weight.scale_dtype, groups, biases),
     }
     return arrays, {"bits": weight.bits, "group_size": group_size}
 

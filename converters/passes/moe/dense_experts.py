@@ -1,131 +1,141 @@
-"""Experts: a mixture whose experts each gather their own tokens runs every expert over all tokens, and keeps its own.
+"""Experts that each gather their own tokens run over all tokens instead, and each keeps its results for its own.
 
-An exporter writes `which, token = where(chosen by this expert)`, gathers those tokens, and scatters the expert's output
-back. How many tokens an expert has is known only when the step runs, so no compiled step can have that form. Here
-`token` becomes all of them, `which` the place of the choice, and the scatter a Where on whether there is one.
+An exporter writes `choice, token = where(chosen by this expert)`, gathers those tokens, and scatters the expert's
+output back. How many tokens an expert has is known only when the step runs, so no compiled step can have that form.
+Here `token` becomes the indices of all tokens, `choice` the place of the expert among a token's choices, and the
+scatter a Where on whether the token chose the expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-import numpy as np
+from typing import NamedTuple
 
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.node_builder import NodeBuilder
 from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
-from mlx_transmuter.ops import ELEMENT_TYPE_CODES
+from mlx_transmuter.converters.graph.slices import slice_of
 from mlx_transmuter.program import Node
 
 _INDEX_PASSING_OPS = ("Unsqueeze", "Expand", "Cast", "Reshape", "Identity")
 
 
+class _TokenSelection(NamedTuple):
+    """The tokens that chose one expert: NonZero of its mask, and what reads the indices.
+
+    mask: [choices, tokens] or [tokens, choices]; token_axis: which of its axes has the tokens. token_index,
+    choice_index: the nodes that give the indices of each axis. scatters: the nodes that scatter to token_index.
+    """
+
+    nonzero: Node
+    token_axis: int
+    token_index: Node
+    choice_index: Node
+    scatters: list[Node]
+
+    @property
+    def mask(self) -> str:
+        return self.nonzero.inputs[0]
+
+
 def make_experts_dense(graph: GraphView) -> Iterator[MatchOutcome]:
-    """Gather and scatter at the indices of NonZero(chosen [choices, tokens] or [tokens, choices]) → Where(chosen)."""
+    """Gather and scatter at the indices of NonZero(mask [choices, tokens] or [tokens, choices]) → Where(mask)."""
     for node in graph.nodes:
         if not is_op_type(node, "NonZero"):
             continue
-        indices = _axis_indices(graph, node)
-        scatters = [_find_scatters(graph, index.outputs[0]) for index in indices]
-        if len(indices) != 2 or sorted(map(bool, scatters)) != [False, True]:
-            yield SkippedMatch(node, "its indices are no choice and token of which one alone is scattered to")
-            continue
-        axis = 0 if scatters[0] else 1
-        token, which = indices[axis], indices[1 - axis]
-        yield from _replace_indices(graph, node.inputs[0], node.outputs[0], axis, token, which, scatters[axis])
+        selection = _match_token_selection(graph, node)
+        if selection is None:
+            yield SkippedMatch(node, "its indices are not those of choices and of tokens, only the latter scattered to")
+        else:
+            yield from _replace_selection(graph, selection)
+
+
+def _match_token_selection(graph: GraphView, node: Node) -> _TokenSelection | None:
+    indices = _axis_indices(graph, node)
+    scatters = [_find_scatters(graph, index.outputs[0]) for index in indices]
+    if len(indices) != 2 or bool(scatters[0]) == bool(scatters[1]):
+        return None
+    axis = 0 if scatters[0] else 1
+    return _TokenSelection(node, axis, indices[axis], indices[1 - axis], scatters[axis])
 
 
 def _axis_indices(graph: GraphView, node: Node) -> list[Node]:
-    """The nodes that give the indices of each axis apart, [found]: Squeeze(Split(Transpose(NonZero))), or of Slices."""
-    turned = graph.only_consumer(node.outputs[0])
-    parts = graph.consumers(turned.outputs[0]) if turned and is_op_type(turned, "Transpose") else []
-    if len(parts) == 1 and is_op_type(parts[0], "Split") and parts[0].attrs.get("axis", 0) in (1, -1):
-        columns = list(parts[0].outputs)
+    """The nodes that give the indices of each axis: Squeeze(Split(Transpose(NonZero))), or of Slices."""
+    transpose = graph.only_consumer(node.outputs[0])
+    readers = graph.consumers(transpose.outputs[0]) if transpose and is_op_type(transpose, "Transpose") else []
+    if len(readers) == 1 and is_op_type(readers[0], "Split") and readers[0].attrs.get("axis", 0) in (1, -1):
+        columns = list(readers[0].outputs)
     else:
-        columns = [part.outputs[0] for part in sorted(parts, key=lambda part: _sliced_column(graph, part))]
-        if [_sliced_column(graph, part) for part in parts] != list(range(len(parts))):
+        slices = sorted((_sliced_column(graph, reader), reader.outputs[0]) for reader in readers)
+        if [column for column, _ in slices] != list(range(len(slices))):
             return []
-    found = [graph.only_consumer(name) for name in columns]
-    return [one for one in found if one is not None and is_op_type(one, "Squeeze")]
+        columns = [output for _, output in slices]
+    squeezes = [graph.only_consumer(name) for name in columns]
+    return [squeeze for squeeze in squeezes if squeeze is not None and is_op_type(squeeze, "Squeeze")]
 
 
 def _sliced_column(graph: GraphView, node: Node) -> int:
-    """Which column alone a Slice gives, -1 for another node."""
-    given = [graph.constant(name) for name in node.inputs[1:]] if is_op_type(node, "Slice") else []
-    parts = [int(one.item()) for one in given if one is not None and one.size == 1]
-    plain = len(parts) == len(given) >= 3 and parts[1] == parts[0] + 1 and parts[2:] in ([1], [-1], [1, 1], [-1, 1])
-    return parts[0] if plain else -1
+    """The only column that a Slice takes, -1 for another node."""
+    part = slice_of(graph, None, node)
+    is_one_column = part is not None and part.axis in (1, -1) and part.end == part.begin + 1 and part.step == 1
+    return part.begin if part is not None and is_one_column else -1
 
 
 def _find_scatters(graph: GraphView, index: str) -> list[Node]:
     """The nodes that scatter to the index on axis 0."""
-    found = []
+    scatters = []
     for node in graph.consumers(index):
-        scatter = is_op_type(node, "ScatterElements") or is_op_type(node, "ScatterND")
-        plain = node.attrs.get("axis", 0) == 0 and node.attrs.get("reduction", "none") in ("none", "add")
-        if scatter and plain and node.inputs[1] == index:
-            found.append(node)
+        if is_op_type(node, "ScatterElements", "ScatterND") and node.inputs[1] == index:
+            if node.attrs.get("axis", 0) == 0 and node.attrs.get("reduction", "none") in ("none", "add"):
+                scatters.append(node)
         elif is_op_type(node, *_INDEX_PASSING_OPS) and node.inputs[0] == index:
-            found += _find_scatters(graph, node.outputs[0])
-    return found
+            scatters += _find_scatters(graph, node.outputs[0])
+    return scatters
 
 
 def _find_gathers(graph: GraphView, index: str) -> list[Node]:
-    """The nodes that gather tokens at the index, [found]: Gather on any axis, GatherND at [found, 1]."""
-    found = []
+    """The nodes that gather tokens at the index: Gather on any axis, or GatherND at [its size, 1]."""
+    gathers = []
     for node in graph.consumers(index):
         if is_op_type(node, "Gather") and node.inputs[1] == index:
-            found.append(node)
-        elif is_op_type(node, "Unsqueeze") and (axes := graph.constant(node.inputs[1])) is not None and axes.size == 1:
-            last = int(axes.item()) in (1, -1)
-            others = [one for one in graph.consumers(node.outputs[0]) if is_op_type(one, "GatherND")]
-            found += [
-                one
-                for one in others
-                if last and one.inputs[1] == node.outputs[0] and not one.attrs.get("batch_dims", 0)
+            gathers.append(node)
+        elif is_op_type(node, "Unsqueeze") and graph.scalar(node.inputs[1]) in (1, -1):
+            gathers += [
+                reader
+                for reader in graph.consumers(node.outputs[0])
+                if is_op_type(reader, "GatherND")
+                and reader.inputs[1] == node.outputs[0]
+                and not reader.attrs.get("batch_dims", 0)
             ]
-    return found
+    return gathers
 
 
-def _replace_indices(
-    graph: GraphView,
-    choice_mask: str,
-    name_prefix: str,
-    token_axis: int,
-    token_index: Node,
-    choice_index: Node,
-    scatters: list[Node],
-) -> Iterator[MatchOutcome]:
-    """What becomes of the indices and of what reads them; `axis` of `chosen` has the tokens."""
-    parts = ("sizes", "count", "axis", "zero", "one", "number", "best", "has", "had", "last")
-    names = {part: f"{name_prefix}.{part}" for part in parts}
-    constants = {
-        names["axis"]: np.array(token_axis, np.int64),
-        names["zero"]: np.array(0, np.int64),
-        names["one"]: np.array(1, np.int64),
-        names["last"]: np.array([1], np.int64),
-    }
-    everyone = (
-        Node("Shape-1", (choice_mask,), (names["sizes"],)),
-        Node("Gather-1", (names["sizes"], names["axis"]), (names["count"],), {"axis": 0}),
-        Node("Range-11", (names["zero"], names["count"], names["one"]), token_index.outputs),
+def _replace_selection(graph: GraphView, selection: _TokenSelection) -> Iterator[MatchOutcome]:
+    """Replaces the indices, and the nodes that gather and scatter at them."""
+    token, choice = selection.token_index, selection.choice_index
+    tokens = NodeBuilder(f"{selection.nonzero.outputs[0]}.tokens", node_name=token.name)
+    all_tokens = tokens.add_arange(selection.mask, selection.token_axis, "index")
+    yield Replacement(token, tuple(tokens.nodes), {token.outputs[0]: all_tokens}, constants=tokens.constants)
+
+    choices, axis = (
+        NodeBuilder(f"{selection.nonzero.outputs[0]}.choices", node_name=choice.name),
+        1 - selection.token_axis,
     )
-    yield Replacement(token_index, everyone, constants=constants)
-    first = (
-        Node("Cast-9", (choice_mask,), (names["number"],), {"to": ELEMENT_TYPE_CODES["int32"]}),
-        Node("ArgMax-11", (names["number"],), choice_index.outputs, {"axis": 1 - token_axis, "keepdims": 0}),
-        Node("ReduceMax-11", (names["number"],), (names["best"],), {"axes": [1 - token_axis], "keepdims": 0}),
-        Node("Cast-9", (names["best"],), (names["had"],), {"to": ELEMENT_TYPE_CODES["bool"]}),
-        Node("Unsqueeze-13", (names["had"], names["last"]), (names["has"],)),
+    numbers = choices.add_cast(selection.mask, "int32", "numbers")
+    place = choices.add_node("ArgMax-11", (numbers,), "place", axis=axis, keepdims=0)
+    largest = choices.add_node("ReduceMax-11", (numbers,), "largest", axes=[axis], keepdims=0)
+    is_chosen = choices.add_node(
+        "Unsqueeze-13", (choices.add_cast(largest, "bool", "any"), choices.add_constant("last_axis", [1])), "is_chosen"
     )
-    yield Replacement(choice_index, first)
-    for node in _find_gathers(graph, token_index.outputs[0]):
+    yield Replacement(choice, tuple(choices.nodes), {choice.outputs[0]: place}, constants=choices.constants)
+
+    for node in _find_gathers(graph, token.outputs[0]):
         yield Replacement(node, (), aliases={node.outputs[0]: node.inputs[0]})
-    for node in scatters:
+    for node in selection.scatters:
         data, _, update = node.inputs
-        if node.attrs.get("reduction", "none") == "none":
-            yield Replacement(node, (Node("Where-9", (names["has"], update, data), node.outputs, name=node.name),))
-            continue
-        added = Node("Add-7", (data, update), (f"{node.outputs[0]}.added",))
-        yield Replacement(
-            node, (added, Node("Where-9", (names["has"], added.outputs[0], data), node.outputs, name=node.name))
-        )
+        nodes: list[Node] = []
+        if node.attrs.get("reduction", "none") == "add":
+            added = f"{node.outputs[0]}.added"
+            nodes.append(Node("Add-7", (data, update), (added,), {}, node.name))
+            update = added
+        yield Replacement(node, (*nodes, Node("Where-9", (is_chosen, update, data), node.outputs, name=node.name)))

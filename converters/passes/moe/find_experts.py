@@ -1,68 +1,96 @@
-"""Mixtures: the alike experts over one value, one by one or all at once, as far as their own outputs."""
+"""Finds the experts of mixtures: subgraphs of one structure over one value, from that value to their outputs.
+
+Exporters write an expert as layers of its own, or multiply all experts at once by weights of three axes.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.layer_view import LayerView
+from mlx_transmuter.converters.graph.linear_product import find_bias_add
+from mlx_transmuter.converters.graph.operator_sets import COPY_OPS, ELEMENTWISE_OPS, FUSED_ACTIVATION_OPS, SLICING_OPS
 from mlx_transmuter.converters.graph.shape_probe import ShapeProbe
+from mlx_transmuter.converters.graph.slices import sliced_axis
 from mlx_transmuter.converters.graph.subgraph import Subgraph
 from mlx_transmuter.converters.onnx_reader.lazy_tensor import LAYER_FLOAT_TYPES
 from mlx_transmuter.program import Node
 
-# What stands between an expert's first products and its last, and takes each element or each row by itself.
-_ELEMENTWISE_OPS = (
-    *("Add", "Sub", "Mul", "Div", "Neg", "Abs", "Pow", "Sqrt", "Exp", "Min", "Max", "Clip", "Cast", "Identity"),
-    *("Sigmoid", "Tanh", "Erf", "Relu", "LeakyRelu", "Elu", "Gelu", "Swish", "HardSwish", "Softplus", "Mish"),
-    *(f"com.microsoft.{name}" for name in ("Gelu", "FastGelu", "QuickGelu")),
-)
-_SLICING_OPS = ("Split", "Slice")
-# What gives all experts the same rows.
-_COPYING_OPS = ("Tile", "Expand", "Reshape", "Unsqueeze", "Squeeze", "Identity")
+# The most steps of an expert, and the most nodes that copy the rows for each expert.
 _MAX_STEPS = 24
+# The constant that a Slice within an expert reads as its axes.
+LAST_AXIS = "mixture.last_axis"
 
 
 @dataclass(frozen=True)
-class ExpertProjection:
-    """A product of x and its output's node: of one expert, by its layer's path; or of all of them at once, by the names
-    of the weight [experts, in, out] and the bias [experts, 1, out], "" for none.
+class LayerProjection:
+    """The product of x with the layer of one expert; `node` gives its result."""
+
+    node: Node
+    x: str
+    path: str
+
+    def structure(self, graph: GraphView) -> tuple:
+        """What is equal for products whose layers fit into one stack: options, attributes, array types and shapes."""
+        arrays = LayerView(graph.program).arrays(self.path)
+        forms = tuple(sorted((part, array.dtype, array.shape) for part, array in arrays.items()))
+        return tuple(sorted(graph.program.layers[self.path].items())), tuple(self.node.attrs.items()), forms
+
+
+@dataclass(frozen=True)
+class StackedProjection:
+    """The product of x with the weights of all experts at once; `node` gives its result.
+
+    weight: the name of [experts, in, out]. bias: the name of [experts, 1, out], "" for none.
     """
 
     node: Node
     x: str
-    path: str = ""
-    weight: str = ""
+    weight: str
     bias: str = ""
 
+    def structure(self, graph: GraphView) -> tuple:
+        """The names of the weights, which no other product shares."""
+        return (self.weight, self.bias)
 
+    def expert_count(self, graph: GraphView) -> int:
+        return graph.program.tensors[self.weight].shape[0]
+
+
+ExpertProjection = LayerProjection | StackedProjection
+# A node between the projections stands for itself.
 ExpertStep = Node | ExpertProjection
 
 
 @dataclass(frozen=True)
 class Expert:
-    """The steps from x to an expert's output, the last one a Projection; words: the same for experts that are alike."""
+    """The steps from x to an expert's output, the last one a projection; steps that a step reads come before it.
+
+    structure: equal for experts that compute the same of their own weights.
+    """
 
     x: str
     steps: tuple[ExpertStep, ...]
     structure: tuple[Any, ...]
 
     @property
-    def output(self) -> str:
-        return self.steps[-1].node.outputs[0]  # type: ignore[union-attr]
+    def projections(self) -> list[ExpertProjection]:
+        return [step for step in self.steps if not isinstance(step, Node)]
 
     @property
-    def projections(self) -> list[ExpertProjection]:
-        return [step for step in self.steps if isinstance(step, ExpertProjection)]
+    def output(self) -> str:
+        return self.projections[-1].node.outputs[0]
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Alike experts over x: one Expert each, or one for all of them at once. count: of experts."""
+    """Experts of one structure over x: an Expert each, or one Expert that computes all of them at once."""
 
     x: str
     experts: tuple[Expert, ...]
@@ -70,18 +98,19 @@ class Mixture:
 
     @property
     def outputs(self) -> list[str]:
-        """What the experts give: [..., dim] each, or [count, tokens, dim]."""
+        """The results of the experts: [..., dim] each, or [experts, tokens, dim]."""
         return [expert.output for expert in self.experts]
 
     def without_shared_expert(self) -> list[Mixture]:
-        """The mixture without its last or its first expert, which may be one for all tokens, of the others' form."""
+        """The mixture without its last or its first expert, which may be one for all tokens."""
         if self.is_stacked or self.expert_count < 3:
             return []
-        return [Mixture(self.x, part, self.expert_count - 1) for part in (self.experts[:-1], self.experts[1:])]
+        return [Mixture(self.x, experts, self.expert_count - 1) for experts in (self.experts[:-1], self.experts[1:])]
 
     @property
     def is_stacked(self) -> bool:
-        return bool(self.experts[0].projections[0].weight)
+        """Whether one Expert computes all experts at once."""
+        return isinstance(self.experts[0].projections[0], StackedProjection)
 
 
 def find_mixtures(graph: GraphView, probe: ShapeProbe) -> Iterator[Mixture]:
@@ -92,38 +121,35 @@ def find_mixtures(graph: GraphView, probe: ShapeProbe) -> Iterator[Mixture]:
         expert = _ExpertTracer(graph, probe).trace(last) if last is not None else None
         if last is None or expert is None:
             continue
-        if last.weight:
-            count = graph.program.tensors[last.weight].shape[0]
-            x = _shared_rows(graph, probe, expert.x, count)
+        if isinstance(last, StackedProjection):
+            x = _shared_rows(graph, probe, expert.x, last.expert_count(graph))
             if x is not None:
-                groups[expert.output,] = [Expert(x, expert.steps, expert.structure)]
+                groups[expert.output,] = [replace(expert, x=x)]
             continue
-        # An expert for all tokens, of the same form, is weighed or added otherwise.
-        after = tuple(sorted(one.op for one in graph.consumers(expert.output)))
-        groups.setdefault((expert.x, expert.structure, after), []).append(expert)
+        # An expert for all tokens, of the same structure, is weighed or added by other operators.
+        reader_ops = tuple(sorted(reader.op for reader in graph.consumers(expert.output)))
+        groups.setdefault((expert.x, expert.structure, reader_ops), []).append(expert)
     for experts in groups.values():
         last = experts[0].projections[-1]
-        count = graph.program.tensors[last.weight].shape[0] if last.weight else len(experts)
+        count = last.expert_count(graph) if isinstance(last, StackedProjection) else len(experts)
         if count > 1:
             yield Mixture(experts[0].x, tuple(experts), count)
 
 
 def _match_projection(graph: GraphView, node: Node) -> ExpertProjection | None:
-    if node.op == "mlx.linear":
-        return ExpertProjection(node, node.inputs[0], node.inputs[1])
+    """The projection whose result the node gives: a product, or the Add of a bias to it."""
+    if is_op_type(node, "mlx.linear"):
+        return LayerProjection(node, node.inputs[0], node.inputs[1])
     if is_op_type(node, "MatMul") and _is_expert_stack(graph, node.inputs[1]):
-        after = graph.only_consumer(node.outputs[0])
-        if after is None or not _match_stacked_bias(graph, after, node):  # a product comes with its bias
-            return ExpertProjection(node, node.inputs[0], "", node.inputs[1])
+        has_bias = find_bias_add(graph, node, _bias_shape(graph, node)) is not None  # then the Add is the projection
+        return None if has_bias else StackedProjection(node, node.inputs[0], node.inputs[1])
     if is_op_type(node, "Add"):
-        for name in node.inputs:
-            product = graph.producer(name, "MatMul")
-            if (
-                product is not None
-                and _is_expert_stack(graph, product.inputs[1])
-                and (bias := _match_stacked_bias(graph, node, product))
-            ):
-                return ExpertProjection(node, product.inputs[0], "", product.inputs[1], bias)
+        for product in (graph.producer(name, "MatMul") for name in node.inputs):
+            if product is None or not _is_expert_stack(graph, product.inputs[1]):
+                continue
+            bias_add = find_bias_add(graph, product, _bias_shape(graph, product))
+            if bias_add is not None:
+                return StackedProjection(node, product.inputs[0], product.inputs[1], bias_add.bias)
     return None
 
 
@@ -132,35 +158,32 @@ def _is_expert_stack(graph: GraphView, name: str) -> bool:
     return tensor is not None and len(tensor.shape) == 3 and tensor.dtype in LAYER_FLOAT_TYPES
 
 
-def _match_stacked_bias(graph: GraphView, node: Node, product: Node) -> str:
-    """The weight [experts, 1, out] that the Add `node` adds to the product, "" for none."""
-    if not is_op_type(node, "Add") or graph.only_consumer(product.outputs[0]) is not node:
-        return ""
-    experts, _, width = graph.program.tensors[product.inputs[1]].shape
-    names = [name for name in node.inputs if name != product.outputs[0]]
-    tensor = graph.weight(names[0]) if names else None
-    return names[0] if tensor is not None and tensor.shape == (experts, 1, width) else ""
+def _bias_shape(graph: GraphView, product: Node) -> tuple[int, ...]:
+    """The shape of the biases of all experts, [experts, 1, out]."""
+    experts, _, out = graph.program.tensors[product.inputs[1]].shape
+    return experts, 1, out
 
 
 @dataclass
 class _ExpertTracer:
-    """The steps behind an expert's last product, found from there: a step comes after those that it reads."""
+    """Collects the steps of one expert, from its last projection back to the value that all its projections read."""
 
     graph: GraphView
     probe: ShapeProbe
     x: str = ""
     steps: list[ExpertStep] = field(default_factory=list)
-    structure_parts: list[Any] = field(default_factory=list)
-    value_numbers: dict[str, int] = field(default_factory=dict)  # a value -> how many came before it
+    step_structures: list[Any] = field(default_factory=list)
+    value_numbers: dict[str, int] = field(default_factory=dict)  # a value -> how many values came before it
 
-    def trace(self, last_projection: ExpertProjection) -> Expert | None:
-        """The expert whose last product this is; None where something else than an expert's own steps lies behind."""
-        if not self.visit(last_projection.x) or not self.x or bool(last_projection.path) != bool(self.steps[0].path):  # type: ignore[union-attr]
+    def trace(self, last: ExpertProjection) -> Expert | None:
+        """The expert whose last projection this is; None where anything but steps of an expert leads to it."""
+        if not self.visit(last.x) or not self.x or not isinstance(self.steps[0], type(last)):
             return None
-        self.add_step(last_projection, last_projection.node, [self.value_numbers[last_projection.x]])
-        return Expert(self.x, tuple(self.steps), tuple(self.structure_parts))
+        self.add_step(last, [self.value_numbers[last.x]])
+        return Expert(self.x, tuple(self.steps), tuple(self.step_structures))
 
     def visit(self, name: str) -> bool:
+        """Adds the steps that compute the value. Returns whether these are steps of an expert."""
         if name in self.value_numbers:
             return True
         node = self.graph.producer(name)
@@ -171,87 +194,85 @@ class _ExpertTracer:
             if self.x not in ("", projection.x):
                 return False
             self.x = projection.x
-            self.add_step(projection, node, [])
+            self.add_step(projection, [])
             return True
         if not self.is_rowwise(node):
             return False
-        given = []
-        for i, one in enumerate(node.inputs):
-            constant = self.graph.constant(one)
-            if constant is not None or not one:
-                if constant is not None and constant.size > 1 and (i == 0 or not is_op_type(node, *_SLICING_OPS)):
+        input_structure = []
+        for i, value in enumerate(node.inputs):
+            constant = self.graph.constant(value)
+            if constant is not None:
+                if constant.size > 1 and (i == 0 or not is_op_type(node, *SLICING_OPS)):
                     return False
-                given.append((constant.dtype.str, constant.tobytes()) if constant is not None else None)
-            elif self.visit(one):
-                given.append(self.value_numbers[one])
+                input_structure.append((constant.dtype.str, constant.tobytes()))
+            elif not value:
+                input_structure.append(None)
+            elif self.visit(value):
+                input_structure.append(self.value_numbers[value])
             else:
                 return False
-        self.add_step(node, node, given)
+        self.add_step(node, input_structure)
         return True
 
     def is_rowwise(self, node: Node) -> bool:
-        """Whether the node takes each row by itself."""
-        if node.op in ("mlx.gate", "mlx.activate") or is_op_type(node, *_ELEMENTWISE_OPS):
+        """Whether each row of the result depends on one row of the inputs."""
+        if is_op_type(node, *FUSED_ACTIVATION_OPS, *ELEMENTWISE_OPS):
             return True
-        return is_op_type(node, *_SLICING_OPS) and normalize_last_axis(self.graph, self.probe, node) is not None
+        return is_op_type(node, *SLICING_OPS) and normalize_last_axis(self.graph, self.probe, node) is not None
 
-    def add_step(self, step: ExpertStep, node: Node, input_structure: list[Any]) -> None:
-        what = node.op, tuple((key, repr(value)) for key, value in sorted(node.attrs.items()))
-        if isinstance(step, ExpertProjection):
-            what = _projection_structure(self.graph, step)
+    def add_step(self, step: ExpertStep, input_structure: list[Any]) -> None:
+        """Adds a step whose inputs have that structure: numbers of values, constants, None for an absent one."""
+        if isinstance(step, Node):
+            node, structure = step, (step.op, tuple((key, repr(value)) for key, value in sorted(step.attrs.items())))
+        else:
+            node, structure = step.node, step.structure(self.graph)
         self.steps.append(step)
-        self.structure_parts.append((what, tuple(input_structure)))
+        self.step_structures.append((structure, tuple(input_structure)))
         for name in node.outputs:
             self.value_numbers[name] = len(self.value_numbers)
 
 
-def _projection_structure(graph: GraphView, step: ExpertProjection) -> tuple:
-    """What is the same for products whose weights fit into one stack."""
-    if step.weight:
-        return (step.weight, step.bias)
-    start = f"{step.path}."
-    arrays = {name[len(start) :]: one for name, one in graph.program.tensors.items() if name.startswith(start)}
-    kinds = tuple(sorted((name, one.dtype, one.shape) for name, one in arrays.items()))
-    return tuple(sorted(graph.program.layers[step.path].items())), tuple(step.node.attrs.items()), kinds
-
-
 def normalize_last_axis(graph: GraphView, probe: ShapeProbe, node: Node) -> Node | None:
-    """A Split or Slice of the last axis, written so that it is one of rows of any rank; None for another axis. What it
-    reads as its axes is the constant `LAST`."""
+    """A Split or Slice of the last axis, written so that it splits rows of any rank; None for another axis.
+
+    A Slice reads its axes from the constant LAST_AXIS.
+    """
     shapes = probe.shapes(node.inputs[0])
-    if shapes is None:
+    if shapes is None or sliced_axis(graph, probe, node) != len(shapes[0]) - 1:
         return None
-    ends = (-1, len(shapes[0]) - 1)
     if is_op_type(node, "Split"):
-        attrs = {**node.attrs, "axis": -1}
-        return Node(node.op, node.inputs, node.outputs, attrs, node.name) if node.attrs.get("axis", 0) in ends else None
-    axes = graph.constant(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] else None
-    if axes is None or axes.size != 1 or int(axes.item()) not in ends:
-        return None
-    return Node(node.op, (*node.inputs[:3], LAST_AXIS, *node.inputs[4:]), node.outputs, node.attrs, node.name)
-
-
-LAST_AXIS = "mixture.last_axis"
+        return replace(node, attrs={**node.attrs, "axis": -1})
+    return replace(node, inputs=(*node.inputs[:3], LAST_AXIS, *node.inputs[4:]))
 
 
 def _shared_rows(graph: GraphView, probe: ShapeProbe, name: str, expert_count: int) -> str | None:
-    """The rows [..., dim] of which the value [count, tokens, dim] has a copy for each expert; None where it hasn't."""
-    source, whole = name, probe.shapes(name)
-    if whole is None or any(len(shape) != 3 or shape[0] != expert_count for shape in whole):
+    """The rows [..., dim] of which the value [experts, tokens, dim] holds a copy for each expert; None where it holds
+    no such copies.
+    """
+    source, copied_shapes = name, probe.shapes(name)
+    if copied_shapes is None or any(len(shape) != 3 or shape[0] != expert_count for shape in copied_shapes):
         return None
-    while (node := graph.producer(source)) is not None and is_op_type(node, *_COPYING_OPS):
+    while (node := graph.producer(source)) is not None and is_op_type(node, *COPY_OPS):
         source = node.inputs[0]
         shapes = probe.shapes(source)
         if shapes is None:
             return None
         if all(
-            math.prod(s) * expert_count == math.prod(w) and s[-1] == w[-1] for s, w in zip(shapes, whole, strict=True)
+            math.prod(shape) * expert_count == math.prod(copied) and shape[-1] == copied[-1]
+            for shape, copied in zip(shapes, copied_shapes, strict=True)
         ):
-            subgraph = Subgraph.collect(graph, probe.step_values[0], name, {source}, _MAX_STEPS)
-            if subgraph is None:
-                return None
-            x = mx.random.normal(shapes[0], key=mx.random.key(0)).astype(probe.step_values[0][source].dtype)
-            copies = subgraph.evaluate({source: x})
-            wanted = mx.broadcast_to(x.reshape(1, -1, x.shape[-1]), whole[0])
-            return source if copies is not None and mx.array_equal(copies, wanted) else None
+            return source if _copies_rows(graph, probe, source, name) else None
     return None
+
+
+def _copies_rows(graph: GraphView, probe: ShapeProbe, source: str, copies: str) -> bool:
+    """Whether `copies` [experts, tokens, dim] repeats the rows of `source` for each expert, tried on random numbers."""
+    step_values = probe.step_values[0]
+    subgraph = Subgraph.collect(graph, step_values, copies, {source}, _MAX_STEPS)
+    if subgraph is None:
+        return False
+    shape = step_values[source].shape
+    rows = mx.random.normal(shape, key=mx.random.key(0)).astype(step_values[source].dtype)
+    result = subgraph.evaluate({source: rows})
+    expected = mx.broadcast_to(rows.reshape(1, -1, shape[-1]), step_values[copies].shape)
+    return result is not None and bool(mx.array_equal(result, expected))

@@ -1,4 +1,8 @@
-"""Routing: what weighs a mixture's experts and adds them up, tried on experts that are random numbers."""
+"""Finds what routes a mixture: the indices and scores of its router, and the node that adds up the experts by them.
+
+What exporters write around the experts to weigh and to add them up has many spellings. So a router is not recognised by
+its nodes: candidates are tried on experts that are random numbers.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -18,12 +23,12 @@ from mlx_transmuter.converters.graph.subgraph import Subgraph
 from mlx_transmuter.converters.passes.moe.find_experts import Mixture
 from mlx_transmuter.program import Node
 
-# How many nodes are tried as the sum of a mixture, from the first that all experts reach on; and of the values that
-# lead there, as its indices and as its scores, the last ones first.
+# How many nodes are tried as the sum of a mixture, from the first one that all experts reach; and how many values are
+# tried as its indices and as its scores, the last ones before the sum first.
 _MAX_SUMS, _MAX_INDICES, _MAX_SCORES = 12, 3, 5
 # The most nodes of a router and a sum, for each expert.
 _MAX_NODES_PER_EXPERT = 60
-# How many numbers the experts may give in a trial, if a smaller one has fewer.
+# The most numbers that the experts may give in a trial, where a smaller step of the probe has fewer.
 _MAX_TRIAL_ELEMENTS = 2**24
 
 
@@ -43,137 +48,177 @@ class Routing:
         return self.root.outputs[0]
 
 
+class _RouterCandidates(NamedTuple):
+    """Values [..., k] that the part of each expert in a sum depends on, the last ones before the sum first."""
+
+    indices: list[str]
+    scores: list[str]
+
+
 def find_routing(graph: GraphView, probe: ShapeProbe, mixture: Mixture) -> Routing | str:
-    """How the mixture is routed; or why it stays as it is."""
-    rows = [math.prod(shape[:-1]) for shape in probe.shapes(mixture.x) or ()]
-    width = (probe.shapes(mixture.outputs[0]) or [()])[0][-1:]
-    fits = [i for i, count in enumerate(rows) if count * mixture.expert_count * math.prod(width) <= _MAX_TRIAL_ELEMENTS]
-    trial = probe.step_values[max(fits, key=lambda i: rows[i]) if fits else rows.index(min(rows))]
-    tried = False
-    for root, reached in _nodes_reached_by_all(graph, mixture):
-        shapes = probe.shapes(root.outputs[0]) or []
-        if [math.prod(shape[:-1]) for shape in shapes] != rows or any(shape[-1:] != width for shape in shapes):
-            continue
-        indices, scores = _router_candidates(graph, probe, mixture, root, reached, rows)
-        for index in indices[:_MAX_INDICES]:
-            for score in scores[:_MAX_SCORES]:
-                if probe.shapes(index)[0][-1] != probe.shapes(score)[0][-1]:  # type: ignore[index]
-                    continue
-                cuts = {*mixture.outputs, index, score}
-                max_nodes = _MAX_NODES_PER_EXPERT * mixture.expert_count
-                subgraph = Subgraph.collect(graph, trial, root.outputs[0], cuts, max_nodes)
+    """How the mixture is routed, or why it stays as it is."""
+    return _RoutingSearch(graph, probe, mixture).run()
+
+
+@dataclass
+class _RoutingSearch:
+    """The search for the routing of one mixture."""
+
+    graph: GraphView
+    probe: ShapeProbe
+    mixture: Mixture
+
+    def run(self) -> Routing | str:
+        has_candidates = False
+        for root, expert_bits in self.nodes_reached_by_all():
+            if not self.has_sum_shape(root):
+                continue
+            for indices, scores in self.candidate_pairs(root, expert_bits):
+                boundary = {*self.mixture.outputs, indices, scores}
+                subgraph = Subgraph.collect(self.graph, self.step_values, root.outputs[0], boundary, self.max_nodes)
                 if subgraph is None:
                     continue
-                tried = True
-                if _is_weighted_sum(subgraph, trial, mixture, index, score):
-                    return Routing(root, index, score)
-    if not tried:
-        return f"{mixture.expert_count} alike experts that no router's indices and scores alone add up"
-    return f"the sum of {mixture.expert_count} alike experts is none by a router's indices and scores"
+                has_candidates = True
+                routing = Routing(root, indices, scores)
+                if self.is_weighted_sum(subgraph, routing):
+                    return routing
+        count = self.mixture.expert_count
+        if not has_candidates:
+            return f"no router's indices and scores alone decide how its {count} experts are added up"
+        return f"its {count} experts are not added up by a router's indices and scores"
 
+    @property
+    def max_nodes(self) -> int:
+        return _MAX_NODES_PER_EXPERT * self.mixture.expert_count
 
-def _nodes_reached_by_all(graph: GraphView, mixture: Mixture) -> Iterator[tuple[Node, dict[str, int]]]:
-    """The first nodes that all experts reach; and of each value since the experts, which of them reach it, in bits."""
-    reached = {name: 1 << i for i, name in enumerate(mixture.outputs)}
-    every, count = (1 << len(reached)) - 1, 0
-    start = min(graph.position(node) for name in reached if (node := graph.producer(name)))
-    for node in graph.nodes[start:]:
-        if any(name in reached for name in node.outputs):
-            continue
-        mask = 0
-        for name in node.all_inputs():
-            mask |= reached.get(name, 0)
-        if mask:
-            reached.update((name, mask) for name in node.outputs)
-        if mask == every:
-            yield node, reached
-            count += 1
-            if count == _MAX_SUMS:
-                return
+    @cached_property
+    def row_counts(self) -> list[int]:
+        """The rows of x in each step of the probe."""
+        return [math.prod(shape[:-1]) for shape in self.probe.shapes(self.mixture.x) or ()]
 
+    @cached_property
+    def width(self) -> tuple[int, ...]:
+        """The last axis of the experts' outputs."""
+        return (self.probe.shapes(self.mixture.outputs[0]) or [()])[0][-1:]
 
-def _router_candidates(
-    graph: GraphView,
-    probe: ShapeProbe,
-    mixture: Mixture,
-    root: Node,
-    expert_bits: dict[str, int],
-    row_counts: list[int],
-) -> tuple[list[str], list[str]]:
-    """The values [rows, k] on which the part of each expert in the sum hangs, the last ones first: integers and
-    floats.
-    """
-    given, every = set(mixture.outputs), (1 << len(mixture.outputs)) - 1
-    left = [(-graph.position(root), root)]
-    waiting = {id(root)}
-    parts: dict[str, int] = {}  # of a value beside the experts, whose part hangs on it
-    names = []
-    while left and len(waiting) < _MAX_NODES_PER_EXPERT * mixture.expert_count:
-        node = heapq.heappop(left)[1]
-        names += node.outputs
-        own = max(expert_bits.get(name, 0) for name in node.outputs)
-        mask = own
-        for name in () if own else node.outputs:
-            mask |= parts.get(name, 0)
-        for name in node.all_inputs():
-            if name not in expert_bits:
-                parts[name] = parts.get(name, 0) | mask
-            maker = graph.producer(name)
-            if name in given or name == mixture.x or maker is None or id(maker) in waiting:
+    @cached_property
+    def step_values(self) -> dict[str, Any]:
+        """The values of the step in which candidates are tried: the largest one of a moderate size."""
+        rows, row_elements = self.row_counts, self.mixture.expert_count * math.prod(self.width)
+        moderate = [step for step, count in enumerate(rows) if count * row_elements <= _MAX_TRIAL_ELEMENTS]
+        step = max(moderate, key=lambda step: rows[step]) if moderate else rows.index(min(rows))
+        return self.probe.step_values[step]
+
+    def has_sum_shape(self, root: Node) -> bool:
+        """Whether the node gives as many rows as x has, as wide as the experts' outputs."""
+        shapes = self.probe.shapes(root.outputs[0]) or []
+        return [math.prod(shape[:-1]) for shape in shapes] == self.row_counts and all(
+            shape[-1:] == self.width for shape in shapes
+        )
+
+    def nodes_reached_by_all(self) -> Iterator[tuple[Node, dict[str, int]]]:
+        """The first nodes that all experts' outputs reach; and for each value since these outputs, which of them reach
+        it, in bits.
+        """
+        expert_bits = {name: 1 << i for i, name in enumerate(self.mixture.outputs)}
+        all_bits, count = (1 << len(expert_bits)) - 1, 0
+        producers = [self.graph.producer(name) for name in expert_bits]
+        start = min(self.graph.position(node) for node in producers if node is not None)
+        for node in self.graph.nodes[start:]:
+            if any(name in expert_bits for name in node.outputs):
                 continue
-            if not any(one in graph.program.layers for one in maker.inputs):
-                waiting.add(id(maker))
-                heapq.heappush(left, (-graph.position(maker), maker))
-    names = [name for name in names if parts.get(name) == every and _has_choice_shape(probe, mixture, name, row_counts)]
-    floats = [name for name in names if "float" in (probe.dtype(name) or "")]
-    return [name for name in names if "int" in (probe.dtype(name) or "")], floats
+            bits = 0
+            for name in node.all_inputs():
+                bits |= expert_bits.get(name, 0)
+            if bits:
+                expert_bits.update((name, bits) for name in node.outputs)
+            if bits == all_bits:
+                yield node, expert_bits
+                count += 1
+                if count == _MAX_SUMS:
+                    return
 
+    def candidate_pairs(self, root: Node, expert_bits: dict[str, int]) -> Iterator[tuple[str, str]]:
+        """Pairs of indices and scores with one k, which the sum `root` may be computed by."""
+        candidates = self.router_candidates(root, expert_bits)
+        for indices in candidates.indices[:_MAX_INDICES]:
+            for scores in candidates.scores[:_MAX_SCORES]:
+                if self.step_values[indices].shape[-1] == self.step_values[scores].shape[-1]:
+                    yield indices, scores
 
-def _has_choice_shape(probe: ShapeProbe, mixture: Mixture, name: str, row_counts: list[int]) -> bool:
-    """Whether the value on the device is [..., k] for as many rows, with k at most the number of experts."""
-    shapes = probe.shapes(name)
-    if shapes is None or probe.dtype(name) is None or not len(shapes[0]) > 1 or shapes[0][-1] > mixture.expert_count:
-        return False
-    return all(math.prod(s[:-1]) == n and s[-1] == shapes[0][-1] for s, n in zip(shapes, row_counts, strict=True))
+    def router_candidates(self, root: Node, expert_bits: dict[str, int]) -> _RouterCandidates:
+        """The values that may be indices or scores: the part of each expert in the sum `root` depends on them."""
+        graph, mixture = self.graph, self.mixture
+        all_bits = (1 << len(mixture.outputs)) - 1
+        queue = [(-graph.position(root), root)]  # the last node of the graph first
+        queued = {id(root)}
+        dependent_bits: dict[str, int] = {}  # a value beside the experts -> the experts whose part depends on it
+        names = []
+        while queue and len(queued) < self.max_nodes:
+            node = heapq.heappop(queue)[1]
+            names += node.outputs
+            bits = own_bits = max(expert_bits.get(name, 0) for name in node.outputs)
+            for name in () if own_bits else node.outputs:
+                bits |= dependent_bits.get(name, 0)
+            for name in node.all_inputs():
+                if name not in expert_bits:
+                    dependent_bits[name] = dependent_bits.get(name, 0) | bits
+                producer = graph.producer(name)
+                if name in mixture.outputs or name == mixture.x or producer is None or id(producer) in queued:
+                    continue
+                if not any(path in graph.program.layers for path in producer.inputs):
+                    queued.add(id(producer))
+                    heapq.heappush(queue, (-graph.position(producer), producer))
+        names = [name for name in names if dependent_bits.get(name) == all_bits and self.has_choice_shape(name)]
+        dtypes = {name: self.probe.dtype(name) or "" for name in names}
+        return _RouterCandidates(
+            [name for name in names if "int" in dtypes[name]], [name for name in names if "float" in dtypes[name]]
+        )
 
-
-def _is_weighted_sum(subgraph: Subgraph, trial: dict[str, Any], mixture: Mixture, index: str, score: str) -> bool:
-    """Whether the nodes give the sum of the experts by indices and scores, until each expert was chosen at each place.
-
-    Small whole numbers: no order of summation and no float type rounds them.
-    """
-    draw = np.random.default_rng(0)
-    chosen_by, k = tuple(trial[index].shape), trial[index].shape[-1]
-    rows, count = math.prod(chosen_by[:-1]), mixture.expert_count
-    width = trial[mixture.outputs[0]].shape[-1]
-    for start in range(0, count, rows):
-        indices = _draw_expert_indices(draw, start, rows, count, k)
-        scores = draw.integers(1, 3, (rows, k))
-        given = draw.integers(-2, 3, (count, rows, width), np.int8)
-        wanted = np.einsum("rk,krw->rw", scores, given[indices.T, np.arange(rows)])
-        parts = [given] if mixture.is_stacked else given
-        values: dict[str, Any] = {
-            name: _with_shape_and_type(trial[name], part) for name, part in zip(mixture.outputs, parts, strict=True)
-        }
-        values |= {
-            index: _with_shape_and_type(trial[index], indices),
-            score: _with_shape_and_type(trial[score], scores),
-        }
-        found = subgraph.evaluate(values)
-        if found is None or not np.array_equal(ops.to_host(found).reshape(wanted.shape), wanted):
+    def has_choice_shape(self, name: str) -> bool:
+        """Whether the value is on the device and [..., k], with the rows of x and k at most the number of experts."""
+        shapes = self.probe.shapes(name)
+        if shapes is None or self.probe.dtype(name) is None or len(shapes[0]) < 2:
             return False
-    return True
+        k = shapes[0][-1]
+        if k > self.mixture.expert_count:
+            return False
+        return all(
+            math.prod(shape[:-1]) == rows and shape[-1] == k
+            for shape, rows in zip(shapes, self.row_counts, strict=True)
+        )
+
+    def is_weighted_sum(self, subgraph: Subgraph, routing: Routing) -> bool:
+        """Whether the nodes give the sum of the experts by indices and scores, until each expert was chosen at each
+        place.
+
+        Small whole numbers: no order of summation and no float type rounds them.
+        """
+        generator, outputs, values = np.random.default_rng(0), self.mixture.outputs, self.step_values
+        *leading, k = values[routing.indices].shape
+        rows, count, width = math.prod(leading), self.mixture.expert_count, values[outputs[0]].shape[-1]
+        for start in range(0, count, rows):
+            indices = _draw_expert_indices(generator, start, (rows, count), k)
+            scores = generator.integers(1, 3, (rows, k))
+            experts = generator.integers(-2, 3, (count, rows, width), np.int8)
+            expected = np.einsum("rk,krw->rw", scores, experts[indices.T, np.arange(rows)])
+            drawn = dict(zip(outputs, [experts] if self.mixture.is_stacked else experts, strict=True))
+            drawn |= {routing.indices: indices, routing.scores: scores}
+            inputs = {name: _with_form_of(values[name], array) for name, array in drawn.items()}
+            result = subgraph.evaluate(inputs)
+            if result is None or not np.array_equal(ops.to_host(result).reshape(expected.shape), expected):
+                return False
+        return True
 
 
-def _draw_expert_indices(
-    generator: np.random.Generator, start: int, rows: int, expert_count: int, k: int
-) -> np.ndarray:
-    """Distinct experts [rows, k]: in each row, at one place after the other, the expert whose turn it is, from `start`
-    on.
+def _draw_expert_indices(generator: np.random.Generator, start: int, shape: tuple[int, int], k: int) -> np.ndarray:
+    """Distinct experts [rows, k], of as many as shape [rows, experts] says.
+
+    Each row has, at one place after the other, the expert whose turn it is, from `start` on.
     """
-    row = np.arange(rows)
-    ranks = generator.random((rows, expert_count))
-    ranks[row, (start + row) % expert_count] = -1
+    row = np.arange(shape[0])
+    ranks = generator.random(shape)
+    ranks[row, (start + row) % shape[1]] = -1
     indices = np.argsort(ranks, axis=1)[:, :k]
     first, other = indices[:, 0].copy(), indices[row, row % k].copy()
     indices[:, 0] = other
@@ -181,6 +226,6 @@ def _draw_expert_indices(
     return indices
 
 
-def _with_shape_and_type(value: mx.array, array: np.ndarray) -> mx.array:
+def _with_form_of(value: mx.array, array: np.ndarray) -> mx.array:
     """The numbers in the shape and the type of a value."""
     return mx.array(array).reshape(value.shape).astype(value.dtype)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.layer_view import name_arrays
 from mlx_transmuter.converters.graph.linear_product import LinearProduct
+from mlx_transmuter.converters.graph.node_builder import NodeBuilder
 from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
 from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor, stack_tensors
 from mlx_transmuter.converters.passes.layers.layer_paths import layer_path
 from mlx_transmuter.converters.passes.layers.linear import match_weight_product
-from mlx_transmuter.ops import ELEMENT_TYPE_CODES
 from mlx_transmuter.program import Node
 
 _WeightProduct = tuple[LinearProduct, LazyTensor]
@@ -44,32 +43,27 @@ def stack_sorted_experts(graph: GraphView) -> Iterator[MatchOutcome]:
 
 def _replace_with_stack(graph: GraphView, split: Node, concat: Node, products: list[_WeightProduct]) -> Replacement:
     rows, counts = split.inputs[:2]
+    arrays = {"weight": stack_tensors([weight for _, weight in products])}
     biases = [graph.program.tensors[product.bias] for product, _ in products if product.bias]
-    path = f"{layer_path(graph, products[0][0].matrix)}.experts"
-    arrays = {f"{path}.weight": stack_tensors([weight for _, weight in products])}
     if biases:
-        arrays[f"{path}.bias"] = stack_tensors(biases)
-    output = concat.outputs[0]
-    name = {part: f"{output}.{part}" for part in ("ends", "sizes", "count", "place", "column", "row", "past", "number")}
-    constants = {f"{output}.{i}": np.array(i, np.int64) for i in (0, 1)}
-    constants |= {f"{output}.axis{i}": np.array([i], np.int64) for i in (0, 1)}
-    zero, one, first, second = constants
-    nodes = (
-        # A row's expert is how many experts end before it.
-        Node("CumSum-11", (counts, zero), (name["ends"],)),
-        Node("Shape-1", (rows,), (name["sizes"],)),
-        Node("Gather-1", (name["sizes"], zero), (name["count"],), {"axis": 0}),
-        Node("Range-11", (zero, name["count"], one), (name["place"],)),
-        Node("Unsqueeze-13", (name["place"], second), (name["column"],)),
-        Node("Unsqueeze-13", (name["ends"], first), (name["row"],)),
-        Node("GreaterOrEqual-12", (name["column"], name["row"]), (name["past"],)),
-        Node("Cast-9", (name["past"],), (name["number"],), {"to": ELEMENT_TYPE_CODES["int32"]}),
-        Node("ReduceSum-13", (name["number"], second), (f"{output}.experts",), {"keepdims": 0}),
-        Node("Unsqueeze-13", (rows, second), (f"{output}.rows",)),
-        Node(
-            "mlx.switch_linear", (f"{output}.rows", path, f"{output}.experts"), (f"{output}.products",), {}, split.name
-        ),
-        Node("Squeeze-13", (f"{output}.products", second), concat.outputs),
+        arrays["bias"] = stack_tensors(biases)
+    path = f"{layer_path(graph, products[0][0].matrix)}.experts"
+    builder = NodeBuilder(concat.outputs[0], node_name=split.name)
+    first_axis, last_axis = builder.add_constant("axis0", [0]), builder.add_constant("axis1", [1])
+    # The expert of a row is the number of experts whose rows end before it.
+    ends = builder.add_node("CumSum-11", (counts, builder.add_constant("zero", 0)), "ends")
+    column = builder.add_node("Unsqueeze-13", (builder.add_arange(rows, 0, "index"), last_axis), "column")
+    row = builder.add_node("Unsqueeze-13", (ends, first_axis), "row")
+    is_past = builder.add_node("GreaterOrEqual-12", (column, row), "is_past")
+    numbers = builder.add_cast(is_past, "int32", "numbers")
+    experts = builder.add_node("ReduceSum-13", (numbers, last_axis), "experts", keepdims=0)
+    inputs = builder.add_node("Unsqueeze-13", (rows, last_axis), "rows")
+    product = builder.add_node("mlx.switch_linear", (inputs, path, experts), "products")
+    builder.nodes.append(Node("Squeeze-13", (product, last_axis), concat.outputs, {}, split.name))
+    return Replacement(
+        concat,
+        tuple(builder.nodes),
+        layers={path: {"kind": "SwitchLinear", "bias": bool(biases)}},
+        arrays=name_arrays(path, arrays),
+        constants=builder.constants,
     )
-    layers = {path: {"kind": "SwitchLinear", "bias": bool(biases)}}
-    return Replacement(concat, nodes, layers=layers, arrays=arrays, constants=constants)

@@ -1,170 +1,189 @@
-"""Chosen: of a mixture's experts only those run that the router chose, out of weights that hold all of them.
+"""Mixtures run only the experts that the router chose, out of layers that hold the weights of all experts.
 
-Exporters unroll a mixture into its experts, or multiply all of them at once; what they write around them to weigh and
-to add up has many spellings. So it isn't recognised by its nodes: it is computed, on experts that are random numbers,
-and compared with what a mixture is.
+Exporters unroll a mixture into its experts, or multiply all of them at once. Both become one switch layer per
+projection; find_experts finds the experts, find_routing the router and the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter import ops
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.layer_view import LayerView, name_arrays
+from mlx_transmuter.converters.graph.node_builder import NodeBuilder
+from mlx_transmuter.converters.graph.operator_sets import RESHAPE_OPS, SLICING_OPS
 from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
 from mlx_transmuter.converters.graph.shape_probe import ShapeProbe
 from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor, stack_tensors
 from mlx_transmuter.converters.passes.moe.find_experts import (
     LAST_AXIS,
-    ExpertProjection,
+    LayerProjection,
     Mixture,
+    StackedProjection,
     find_mixtures,
     normalize_last_axis,
 )
 from mlx_transmuter.converters.passes.moe.find_routing import Routing, find_routing
 from mlx_transmuter.program import Node
 
-# What gives its first input's elements in their order.
-_RESHAPE_OPS = ("Reshape", "Unsqueeze", "Squeeze", "Flatten", "Identity")
 _SWITCH_KINDS = {"Linear": "SwitchLinear", "QuantizedLinear": "QuantizedSwitchLinear"}
+
+
+class _RoutedMixture(NamedTuple):
+    """A mixture and its routing. rows: the value whose rows the experts read. shape_source: the value with the shape of
+    the sum, "" for [tokens, dim].
+    """
+
+    mixture: Mixture
+    routing: Routing
+    rows: str
+    shape_source: str
+
+
+class _SwitchLayer(NamedTuple):
+    """The layer of all experts in place of one projection: its path, options and arrays ("weight", … -> tensor)."""
+
+    path: str
+    options: dict[str, object]
+    arrays: dict[str, LazyTensor]
 
 
 def make_switch_experts(graph: GraphView) -> Iterator[MatchOutcome]:
     """Σ scores · expert(x) over the experts of a router's indices → mlx.dispatch, mlx.switch_linear, …, mlx.combine."""
-    seen = graph.shape_probe
-    if seen is None:
+    probe = graph.shape_probe
+    if probe is None:
         return
-    for mixture in find_mixtures(graph, seen):
-        found = find_routing(graph, seen, mixture)
-        for part in mixture.without_shared_expert() if isinstance(found, str) else ():
-            if isinstance(one := find_routing(graph, seen, part), Routing):
-                mixture, found = part, one
-                break
-        if isinstance(found, str):
-            yield SkippedMatch(mixture.experts[0].projections[-1].node, found)
+    new_arrays: set[str] = set()  # of the mixtures before: two mixtures may stand in one scope
+    for mixture in find_mixtures(graph, probe):
+        routed = _find_routed_mixture(graph, probe, mixture)
+        if isinstance(routed, SkippedMatch):
+            yield routed
             continue
-        sources = _reshape_sources(graph, seen, mixture.x)
-        shapes = {name: seen.shapes(name) for name in sources}
-        after = graph.only_consumer(found.output)
-        if after is not None and is_op_type(after, "Reshape") and seen.shapes(after.outputs[0]) in shapes.values():
-            found = replace(found, root=after)
-        wanted = seen.shapes(found.output) or [()]
-        like = next((name for name, shape in shapes.items() if shape == wanted), "")
-        if not like and len(wanted[0]) != 2:
-            yield SkippedMatch(found.root, "the sum has another shape than what the experts read")
-        else:
-            yield _replace_mixture(graph, seen, mixture, found, sources[-1], like if len(wanted[0]) != 2 else "")
+        replacement = _replace_mixture(graph, probe, routed, new_arrays)
+        new_arrays |= replacement.arrays.keys()
+        yield replacement
+
+
+def _find_routed_mixture(graph: GraphView, probe: ShapeProbe, mixture: Mixture) -> _RoutedMixture | SkippedMatch:
+    routing = find_routing(graph, probe, mixture)
+    if isinstance(routing, str):
+        for candidate in mixture.without_shared_expert():
+            candidate_routing = find_routing(graph, probe, candidate)
+            if isinstance(candidate_routing, Routing):
+                mixture, routing = candidate, candidate_routing
+                break
+    if isinstance(routing, str):
+        return SkippedMatch(mixture.experts[0].projections[-1].node, routing)
+    sources = _reshape_sources(graph, probe, mixture.x)
+    source_shapes = {name: probe.shapes(name) for name in sources}
+    reader = graph.only_consumer(routing.output)
+    reshape = reader if reader is not None and is_op_type(reader, "Reshape") else None
+    if reshape is not None and probe.shapes(reshape.outputs[0]) in source_shapes.values():
+        routing = replace(routing, root=reshape)
+    shapes = probe.shapes(routing.output) or [()]
+    if len(shapes[0]) == 2:
+        return _RoutedMixture(mixture, routing, sources[-1], "")
+    shape_source = next((name for name, source in source_shapes.items() if source == shapes), "")
+    if not shape_source:
+        return SkippedMatch(routing.root, "the sum has another shape than what the experts read")
+    return _RoutedMixture(mixture, routing, sources[-1], shape_source)
 
 
 def _reshape_sources(graph: GraphView, probe: ShapeProbe, x: str) -> list[str]:
-    """x, and what it is the same rows of in another shape, up to the first."""
-    found = [x]
-    while (node := graph.producer(found[-1])) is not None and is_op_type(node, *_RESHAPE_OPS):
-        before, after = probe.shapes(node.inputs[0]), probe.shapes(x)
-        if before is None or after is None or [one[-1:] for one in before] != [one[-1:] for one in after]:
+    """x, and the values that have the same rows in another shape, back to the first one."""
+    sources, widths = [x], [shape[-1:] for shape in probe.shapes(x) or []]
+    while (node := graph.producer(sources[-1], *RESHAPE_OPS, "Flatten")) is not None:
+        shapes = probe.shapes(node.inputs[0])
+        if shapes is None or [shape[-1:] for shape in shapes] != widths:
             break
-        found.append(node.inputs[0])
-    return found
+        sources.append(node.inputs[0])
+    return sources
 
 
 def _replace_mixture(
-    graph: GraphView, probe: ShapeProbe, mixture: Mixture, routing: Routing, x: str, shape_source: str
+    graph: GraphView, probe: ShapeProbe, routed: _RoutedMixture, new_arrays: Collection[str]
 ) -> Replacement:
-    """x: the rows. like: the value of the sum's shape, "" for [tokens, dim]."""
-    output, place = routing.output, routing.root.name
-    rows, experts, sorted_by = (f"{output}.{part}" for part in ("rows", "experts", "order"))
-    nodes = [Node("mlx.dispatch", (x, routing.indices), (rows, experts, sorted_by), {}, place)]
-    names: dict[str, str] = {}
-    layers, arrays = {}, {}
-    for i, step in enumerate(mixture.experts[0].steps):
-        node = step.node if isinstance(step, ExpertProjection) else step
-        outputs = tuple(f"{output}.{i}.{j}" if name else "" for j, name in enumerate(node.outputs))
-        if isinstance(step, ExpertProjection):
-            path, options, made = _stack_layers(graph, mixture, i, arrays)
-            layers[path], arrays = options, arrays | made
-            first = names.get(step.x, rows)
-            nodes.append(Node("mlx.switch_linear", (first, path, experts), outputs, node.attrs, node.name))
-        else:
-            node = normalize_last_axis(graph, probe, node) if is_op_type(node, "Split", "Slice") else node
-            assert node is not None
-            inputs = tuple(names.get(name, name) for name in node.inputs)
-            nodes.append(Node(node.op, inputs, outputs, node.attrs, node.name))
-        names |= dict(zip(node.outputs, outputs, strict=True))
-    given = names[mixture.outputs[0]]
-    nodes += _combine_nodes(probe, mixture, routing, shape_source, (given, sorted_by, routing.scores))
-    return Replacement(
-        routing.root, tuple(nodes), layers=layers, arrays=arrays, constants={LAST_AXIS: np.array([-1], np.int64)}
+    """new_arrays: names of weights that are not in the graph yet, but will be."""
+    mixture, routing = routed.mixture, routed.routing
+    builder = NodeBuilder(routing.output, node_name=routing.root.name)
+    rows, chosen, order = builder.add_multi_output_node(
+        "mlx.dispatch", (routed.rows, routing.indices), ("rows", "experts", "order")
     )
+    names: dict[str, str] = {}  # a value of the first expert -> that of the chosen experts
+    layers: dict[str, dict[str, object]] = {}
+    arrays: dict[str, LazyTensor] = {}
+    for i, step in enumerate(mixture.experts[0].steps):
+        if isinstance(step, Node):
+            node = normalize_last_axis(graph, probe, step) if is_op_type(step, *SLICING_OPS) else step
+            assert node is not None
+            op, inputs = node.op, tuple(names.get(name, name) for name in node.inputs)
+        else:
+            layer = _make_switch_layer(graph, mixture, i, {*new_arrays, *arrays})
+            layers[layer.path] = layer.options
+            arrays |= name_arrays(layer.path, layer.arrays)
+            node, op, inputs = step.node, "mlx.switch_linear", (names.get(step.x, rows), layer.path, chosen)
+        outputs = tuple(f"{routing.output}.{i}.{j}" if name else "" for j, name in enumerate(node.outputs))
+        builder.nodes.append(Node(op, inputs, outputs, node.attrs, node.name))
+        names |= dict(zip(node.outputs, outputs, strict=True))
+    total = _add_sum(builder, probe, routed, (names[mixture.outputs[0]], order, routing.scores))
+    constants = {LAST_AXIS: np.array([-1], np.int64)}
+    aliases = {routing.output: total}
+    return Replacement(routing.root, tuple(builder.nodes), aliases, layers, arrays, constants)
 
 
-def _combine_nodes(
-    probe: ShapeProbe, mixture: Mixture, routing: Routing, shape_source: str, inputs: tuple[str, str, str]
-) -> Iterator[Node]:
-    """The sum in the type and the shape that it had."""
-    output, place = routing.output, routing.root.name
-    trial = probe.step_values[0]
-    natural, kind = mx.result_type(trial[mixture.outputs[0]], trial[routing.scores]), trial[output].dtype
-    names = [output]
-    if shape_source:
-        names.insert(0, f"{output}.flat")
-    if natural != kind:
-        names.insert(0, f"{output}.wide")
-    yield Node("mlx.combine", inputs, (names[0],), {}, place)
-    if natural != kind:
-        code = ops.ELEMENT_TYPE_CODES[str(kind).removeprefix("mlx.core.")]
-        yield Node("Cast-9", (names[0],), (names[1],), {"to": code}, place)
-    if shape_source:
-        sizes = f"{output}.sizes"
-        yield Node("Shape-1", (shape_source,), (sizes,), {}, place)
-        yield Node("Reshape-5", (names[-2], sizes), (output,), {}, place)
+def _add_sum(builder: NodeBuilder, probe: ShapeProbe, routed: _RoutedMixture, inputs: tuple[str, str, str]) -> str:
+    """Adds the sum of the chosen experts, in the type and the shape of the graph's own. Returns its name.
+
+    inputs: those of mlx.combine.
+    """
+    values, routing = probe.step_values[0], routed.routing
+    total = builder.add_node("mlx.combine", inputs, "sum")
+    dtype = values[routing.output].dtype
+    if mx.result_type(values[routed.mixture.outputs[0]], values[routing.scores]) != dtype:
+        total = builder.add_cast(total, str(dtype).removeprefix("mlx.core."), "typed")
+    if routed.shape_source:
+        sizes = builder.add_node("Shape-1", (routed.shape_source,), "sizes")
+        total = builder.add_node("Reshape-5", (total, sizes), "shaped")
+    return total
 
 
-def _stack_layers(
-    graph: GraphView, mixture: Mixture, step_index: int, new_arrays: dict[str, LazyTensor]
-) -> tuple[str, dict, dict[str, LazyTensor]]:
-    """The layer of all experts in place of the step `at` of each: its path, its options and its arrays."""
-    steps = [expert.steps[step_index] for expert in mixture.experts]
-    first = steps[0]
-    assert isinstance(first, ExpertProjection)
-    if first.weight:
-        path = _unused_path(graph, new_arrays, f"{first.weight}.layer", (first.weight, first.bias))
-        weight = graph.program.tensors[first.weight]
-        experts, _, outputs = weight.shape
-        arrays = {f"{path}.weight": weight.transpose((0, 2, 1))}
-        if first.bias:
-            bias = graph.program.tensors[first.bias]
-            arrays[f"{path}.bias"] = bias.reshape((experts, outputs))
-        return path, {"kind": "SwitchLinear", "bias": bool(first.bias)}, arrays
-    paths = [step.path for step in steps if isinstance(step, ExpertProjection)]
+def _make_switch_layer(
+    graph: GraphView, mixture: Mixture, step_index: int, new_arrays: Collection[str]
+) -> _SwitchLayer:
+    """The layer of all experts in place of the projection at that step of each.
+
+    new_arrays: names of weights that are not in the graph yet, but will be.
+    """
+    view, tensors = LayerView(graph.program), graph.program.tensors
+    projections = [expert.steps[step_index] for expert in mixture.experts]
+    first = projections[0]
+    if isinstance(first, StackedProjection):
+        weight, bias = tensors[first.weight], tensors[first.bias] if first.bias else None
+        arrays = {"weight": weight.transpose((0, 2, 1))}
+        if bias is not None:
+            arrays["bias"] = bias.reshape((bias.shape[0], bias.shape[2]))
+        removed = (first.weight, first.bias)
+        path = view.free_path(f"{first.weight}.layer", "_experts", removed=removed, added=new_arrays)
+        return _SwitchLayer(path, {"kind": "SwitchLinear", "bias": bias is not None}, arrays)
+    paths = [projection.path for projection in projections if isinstance(projection, LayerProjection)]
+    path = view.free_path(_stack_path(paths), "_experts", added=new_arrays)
     options = graph.program.layers[paths[0]]
-    path = _unused_path(graph, new_arrays, _stack_path(paths))
-    start = len(paths[0]) + 1
-    parts = [name[start:] for name in graph.program.tensors if name.startswith(f"{paths[0]}.")]
-    arrays = {
-        f"{path}.{part}": stack_tensors([graph.program.tensors[f"{one}.{part}"] for one in paths]) for part in parts
-    }
-    return path, {**options, "kind": _SWITCH_KINDS[options["kind"]]}, arrays
+    layers = [view.arrays(path) for path in paths]
+    arrays = {part: stack_tensors([layer[part] for layer in layers]) for part in layers[0]}
+    return _SwitchLayer(path, {**options, "kind": _SWITCH_KINDS[options["kind"]]}, arrays)
 
 
 def _stack_path(paths: list[str]) -> str:
     """The path without the expert's number: `experts.0.up_proj` and `experts.1.up_proj` make `experts.up_proj`."""
-    parts = [path.split(".") for path in paths]
-    if len({len(one) for one in parts}) == 1:
-        apart = [i for i, words in enumerate(zip(*parts, strict=True)) if len(set(words)) > 1]
-        if len(apart) == 1 and all(one[apart[0]].isdigit() for one in parts):
-            return ".".join(word for i, word in enumerate(parts[0]) if i != apart[0])
+    split_paths = [path.split(".") for path in paths]
+    if len({len(words) for words in split_paths}) == 1:
+        columns = list(zip(*split_paths, strict=True))
+        varying = [i for i, words in enumerate(columns) if len(set(words)) > 1]
+        if len(varying) == 1 and all(word.isdigit() for word in columns[varying[0]]):
+            return ".".join(word for i, word in enumerate(split_paths[0]) if i != varying[0])
     return f"{paths[0].removesuffix('.layer')}_experts"
-
-
-def _unused_path(
-    graph: GraphView, new_arrays: dict[str, LazyTensor], path: str, replaced_arrays: tuple[str, ...] = ()
-) -> str:
-    """The path, or one like it under which nothing stands but what goes (`own`)."""
-    others = [name for name in (*graph.program.tensors, *new_arrays) if name not in replaced_arrays]
-    while any(name == path or name.startswith(f"{path}.") for name in others):
-        path += "_experts"
-    return path
