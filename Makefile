@@ -3,13 +3,26 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-quick test-gpu test-transformers lint clean
 
 demo: $(VENV)/.base
 	$(RUN) -m mlx_transmuter generate
 
+# All tests, on the CPU backend.
 test: $(VENV)/.test
 	$(RUN) -m pytest --numprocesses auto
+
+# The tests that take under two minutes together, for the time between two edits.
+test-quick: $(VENV)/.test
+	HYPOTHESIS_PROFILE=quick $(RUN) -m pytest --numprocesses auto -m "not slow"
+
+# The reference tokens and logits on the GPU of a Mac, with compiled steps.
+test-gpu: $(VENV)/.test
+	MLX_TRANSMUTER_TEST_DEVICE=gpu $(RUN) -m pytest tests/test_goldens.py tests/test_old_folders.py
+
+# The tests that compare with transformers itself; they are skipped where it is not installed.
+test-transformers: $(VENV)/.fixtures
+	$(RUN) -m pytest --numprocesses auto tests/generation tests/tasks tests/test_tokenizer.py
 
 lint: $(VENV)/.dev
 	$(RUN) -m ruff check
@@ -27,6 +40,11 @@ $(VENV)/.base: pyproject.toml
 $(VENV)/.test: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --editable '.[test]'
+	touch $@
+
+$(VENV)/.fixtures: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --editable '.[test,fixtures]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml

@@ -120,46 +120,63 @@ class Fact:
         return upper(self.tail.strip())
 
 
-def facts() -> list[Fact]:
-    """Every fact that the model is to know."""
-    out: list[Fact] = []
-
-    def table(family: str, text: str, head: str, question: str) -> None:
-        for pair in text.split():
-            key, value = pair.replace("_", " ").split(":")
-            out.append(Fact(family, head.format(key, article(key)), f" {value}.", question.format(key, article(key))))
-
-    def sums(family: str, word: str, pairs: Iterator[tuple[int, int, int]]) -> None:
-        for a, b, result in pairs:
+def arithmetic_facts() -> Iterator[Fact]:
+    """Sums, differences and products of small numbers, in words."""
+    operations = {
+        "addition": ("plus", [(a, b, a + b) for a in range(11) for b in range(11)]),
+        "subtraction": ("minus", [(a, b, a - b) for a in range(11) for b in range(a + 1)]),
+        "multiplication": ("times", [(a, b, a * b) for a in range(1, 11) for b in range(1, 11)]),
+    }
+    for family, (word, triples) in operations.items():
+        for a, b, result in triples:
             head = f"{WORDS[a]} {word} {WORDS[b]}"
-            out.append(Fact(family, upper(head) + " is", f" {WORDS[result]}.", f"What is {head}?"))
+            yield Fact(family, upper(head) + " is", f" {WORDS[result]}.", f"What is {head}?")
 
-    sums("addition", "plus", ((a, b, a + b) for a in range(11) for b in range(11)))
-    sums("subtraction", "minus", ((a, b, a - b) for a in range(11) for b in range(a + 1)))
-    sums("multiplication", "times", ((a, b, a * b) for a in range(1, 11) for b in range(1, 11)))
+
+def number_facts() -> Iterator[Fact]:
+    """Counting, and the words of digits."""
     for low in range(13):
         for high in range(low + 1, 13):
             ends = f"{WORDS[low]} to {WORDS[high]}"
             run = ", ".join(WORDS[low : high + 1])
-            out.append(Fact("counting", f"Counting from {ends}:", f" {run}.", f"Count from {ends}."))
+            yield Fact("counting", f"Counting from {ends}:", f" {run}.", f"Count from {ends}.")
     for n in range(21):
-        out.append(Fact("digits", f"The number {n} in words is", f" {WORDS[n]}.", f"What is the number {n} in words?"))
+        yield Fact("digits", f"The number {n} in words is", f" {WORDS[n]}.", f"What is the number {n} in words?")
+
+
+def order_facts() -> Iterator[Fact]:
+    """What comes before and after a day, a month or a season."""
     for kind, cycle in (("day", DAYS), ("month", MONTHS), ("season", SEASONS)):
         for i, name in enumerate(cycle):
             for where, other in (("after", cycle[(i + 1) % len(cycle)]), ("before", cycle[i - 1])):
                 asked = f"{kind} {where} {name}"
-                out.append(Fact("order", f"The {asked} is", f" {other}.", f"What is the {asked}?"))
-    both = OPPOSITES + " " + " ".join(":".join(reversed(pair.split(":"))) for pair in OPPOSITES.split())
-    table("opposites", both, "The opposite of {} is", "What is the opposite of {}?")
-    table("capitals", CAPITALS, "The capital of {} is", "What is the capital of {}?")
-    table("colours", COLOURS, "The colour of {} is", "What is the colour of {}?")
-    table("sounds", SOUNDS, "The sound of {1} is", "What does {1} say?")
-    table("young", YOUNG, "A young {0} is called", "What is a young {} called?")
-    table("plurals", PLURALS, "The plural of {} is", "What is the plural of {}?")
-    table("french", FRENCH, "The French word for {} is", "What is the French word for {}?")
-    table("emoji", EMOJI, "The emoji of {1} is", "What is the emoji of {1}?")
-    table("counts", COUNTS, "The number of {} is", "What is the number of {}?")
-    return out
+                yield Fact("order", f"The {asked} is", f" {other}.", f"What is the {asked}?")
+
+
+def table_facts(family: str, text: str, head: str, question: str) -> Iterator[Fact]:
+    """A fact for each `key:value` of the text; {} or {0} in head and question is the key, {1} has its article."""
+    for pair in text.split():
+        key, value = pair.replace("_", " ").split(":")
+        yield Fact(family, head.format(key, article(key)), f" {value}.", question.format(key, article(key)))
+
+
+def facts() -> list[Fact]:
+    """Every fact that the model is to know."""
+    opposites = OPPOSITES + " " + " ".join(":".join(reversed(pair.split(":"))) for pair in OPPOSITES.split())
+    return [
+        *arithmetic_facts(),
+        *number_facts(),
+        *order_facts(),
+        *table_facts("opposites", opposites, "The opposite of {} is", "What is the opposite of {}?"),
+        *table_facts("capitals", CAPITALS, "The capital of {} is", "What is the capital of {}?"),
+        *table_facts("colours", COLOURS, "The colour of {} is", "What is the colour of {}?"),
+        *table_facts("sounds", SOUNDS, "The sound of {1} is", "What does {1} say?"),
+        *table_facts("young", YOUNG, "A young {0} is called", "What is a young {} called?"),
+        *table_facts("plurals", PLURALS, "The plural of {} is", "What is the plural of {}?"),
+        *table_facts("french", FRENCH, "The French word for {} is", "What is the French word for {}?"),
+        *table_facts("emoji", EMOJI, "The emoji of {1} is", "What is the emoji of {1}?"),
+        *table_facts("counts", COUNTS, "The number of {} is", "What is the number of {}?"),
+    ]
 
 
 # --- Stories and conversations ---------------------------------------------------------------------------------------

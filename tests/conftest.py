@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,13 +17,18 @@ from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.model import Model, load_folder
 from mlx_transmuter.tasks import text
 
-mx.set_default_device(mx.cpu)
-# On a CPU mx.compile builds kernels with the C++ compiler, some seconds a model. Tests that need it ask for
-# `compiling`.
-mx.disable_compile()
-# No test is about how long an example takes, least of all on a machine with other work.
+# The CPU backend unless MLX_TRANSMUTER_TEST_DEVICE=gpu asks for the goldens on Metal, compiled as users run them. On a CPU
+# mx.compile builds kernels with the C++ compiler, some seconds a model: tests that need it ask for `compiling`.
+ON_GPU = os.environ.get("MLX_TRANSMUTER_TEST_DEVICE") == "gpu"
+mx.set_default_device(mx.gpu if ON_GPU else mx.cpu)
+if not ON_GPU:
+    mx.disable_compile()
+# No test is about how long an example takes, least of all on a machine with other work. "quick" is for `make test-quick`,
+# "thorough" for a search of hours.
 settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+settings.register_profile("quick", deadline=None, max_examples=20)
+settings.register_profile("thorough", deadline=None, max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "untimed"))
 
 FIXTURES = Path(__file__).parent / "fixtures"
 # Every fixture that has a golden file; a new one is tested as soon as it is there.
