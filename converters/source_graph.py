@@ -10,8 +10,9 @@ from typing import Any
 from mlx_transmuter import ops
 from mlx_transmuter.converters.errors import ConvertError
 from mlx_transmuter.converters.graph.activation_quantization import quantizes_dynamically
+from mlx_transmuter.converters.onnx_reader.genai_names import apply_genai_names
 from mlx_transmuter.converters.onnx_reader.reader import read_onnx
-from mlx_transmuter.converters.onnx_reader.weight_names import apply_genai_names, name_weights
+from mlx_transmuter.converters.onnx_reader.weight_names import name_weights
 from mlx_transmuter.converters.passes.moe.traced_experts import restore_traced_experts
 from mlx_transmuter.converters.proof import proof
 from mlx_transmuter.folder_format import CHAT_TEMPLATE_FOLDER, COMPANION_FILES, read_json_object

@@ -46,7 +46,7 @@ def test_a_name_that_the_exporter_kept_stays():
     [
         ("MatMul-1", 1, "/model/layers.0/self_attn/q_proj/MatMul", "model.layers.0.self_attn.q_proj.weight"),
         ("Add-7", 1, "/model/layers.0/self_attn/q_proj/Add", "model.layers.0.self_attn.q_proj.bias"),
-        ("Gemm-7", 2, "/transformer/h.1/attn/c_attn/Gemm", "transformer.h.1.attn.c_attn.bias"),
+        ("Gemm-11", 2, "/transformer/h.1/attn/c_attn/Gemm", "transformer.h.1.attn.c_attn.bias"),
         ("LayerNormalization-17", 1, "/transformer/ln_f/LayerNormalization", "transformer.ln_f.weight"),
         (
             "com.microsoft.MatMulNBits-1",
