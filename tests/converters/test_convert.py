@@ -152,7 +152,7 @@ def test_external_data_that_is_missing_or_cut_is_refused(tmp_path, out):
     refused(source, out, "no file 'model.onnx_data'")
     (tmp_path / "model.onnx_data").write_bytes(data)
     (source / "model.onnx_data").symlink_to("../model.onnx_data")
-    refused(source, out, "do not trust")
+    refused(source, out, "a source that you trust")
     (source / "model.onnx_data").unlink()
     (source / "model.onnx_data").write_bytes(data)
     run(source, out)
