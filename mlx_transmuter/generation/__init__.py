@@ -10,7 +10,7 @@ from mlx_transmuter.generation.drafts.draft_tree import DraftCounts
 from mlx_transmuter.generation.errors import GenerationError
 from mlx_transmuter.generation.float_bits import from_bits, to_bits
 from mlx_transmuter.generation.generation_context import CompiledGeneration, GenerationContext, compile, context
-from mlx_transmuter.generation.loop import generate_steps
+from mlx_transmuter.generation.loop import generate_steps, run_to_end
 from mlx_transmuter.generation.prompt_cache import PromptCache
 from mlx_transmuter.generation.row import GenerationResult, Token
 from mlx_transmuter.generation.settings import SETTINGS, Settings, max_new_tokens
@@ -36,6 +36,7 @@ __all__ = [
     "max_new_tokens",
     "outputs",
     "prompt_inputs",
+    "run_to_end",
     "to_bits",
 ]
 
@@ -49,22 +50,21 @@ def generate(
     *,
     prompt_cache: PromptCache | None = None,
 ) -> list[list[Token]]:
-    """The new tokens after each prompt, without the eos token; `run` also tells why each text ended.
+    """Returns the new tokens after each prompt, without the eos token; `generate_steps` also says why each row ended.
 
-    prompts: batch_size lists of token ids; [] is a padding row. seeds: one int per prompt. inputs: the arrays that the
-    context names in `given`, with one row per prompt; `position_ids`, per prompt a list of its positions on each axis,
-    [] for the default; `encoder_input_ids`, per prompt the encoder's tokens, which the encoder_ settings read.
-    prompt_cache: what earlier calls with it computed for the beginnings of these prompts.
+    prompts: batch_size lists of token ids; [] is a padding row. seeds: one int per prompt. inputs: the arrays of the
+    decoder's extra inputs, with one row per prompt; `position_ids`, per prompt a list of its positions on each axis, []
+    for the default; `encoder_input_ids`, per prompt the encoder's tokens, which the encoder_ settings read.
+    prompt_cache: what earlier calls with it computed for prefixes of these prompts is not computed again.
 
-    on_token gets a dict after each step of a group: `token` int32, -1 where a text has no new one, `finished` bool and,
-    with token_logprobs, `logprob` float32, each with one entry per text. Raises GenerationError for wrong prompts,
+    on_token gets a dict after each step of a group: `token` int32, -1 where a row has no new one, `finished` bool and,
+    with token_logprobs, `logprob` float32, each with one entry per result. Raises GenerationError for wrong prompts,
     seeds or inputs.
     """
     steps = generate_steps(gen, prompts, seeds, inputs, prompt_cache=prompt_cache)
-    while True:
-        try:
-            step = next(steps)
-        except StopIteration as end:
-            return [result.tokens for result in end.value]
+
+    def report(step: StepOutput) -> None:
         if on_token is not None:
             on_token({name: value for name, value in step._asdict().items() if value is not None})
+
+    return [result.tokens for result in run_to_end(steps, report)]

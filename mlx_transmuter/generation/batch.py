@@ -1,10 +1,10 @@
-"""One call of generation: its prompts, seeds and inputs, checked, and the texts that come of them."""
+"""One call of generation: its prompts, seeds and inputs, checked, and the results of its rows."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -13,19 +13,19 @@ import numpy as np
 from mlx_transmuter.generation.errors import GenerationError
 from mlx_transmuter.generation.generation_context import CompiledGeneration
 from mlx_transmuter.generation.prompt_cache import PromptCache
-from mlx_transmuter.generation.row import FINISH_LENGTH, GenerationResult, PromptPositions, Row, to_integers
+from mlx_transmuter.generation.prompt_positions import PromptPositions, clip_to_positions
+from mlx_transmuter.generation.row import GenerationResult, Row
+from mlx_transmuter.generation.setting_checks import to_integers
+from mlx_transmuter.generation.stop_rules import FINISH_LENGTH, StopCondition, StopRules
 
 # Inputs of a call that are not inputs of the decoder.
 ENCODER_INPUT_IDS, POSITION_IDS = "encoder_input_ids", "position_ids"
 
-# Whether the new tokens of a text, a sequence of ids, end it.
-StopCondition = Callable[[Sequence[int]], bool]
-
 
 class StepOutput(NamedTuple):
-    """What a step brought, with one entry per text.
+    """The new tokens of a step, with one entry per result.
 
-    token: int32, the new token, or -1 where there is none. finished: bool, whether no more comes. logprob: float32, the
+    token: int32, the new token, or -1 where there is none. finished: bool, whether no more come. logprob: float32, the
     token's log-probability or NaN; None where not asked for.
     """
 
@@ -37,9 +37,9 @@ class StepOutput(NamedTuple):
 class Batch:
     """The checked prompts of a call, and its results.
 
-    sources: per prompt the tokens that the encoder_ settings read. limits: per prompt its most new tokens. inputs: the
-    decoder's other inputs, one row per prompt. results, finished: one entry per text, filled in by the loop.
-    Raises GenerationError for what does not fit the compiled context.
+    encoder_input_ids: per prompt the tokens that the encoder_ settings read. new_token_limits: per prompt its most new
+    tokens. extra_inputs: the decoder's other inputs, one row per prompt. results, finished_flags: one entry per result,
+    filled in by the loop. Raises GenerationError for what does not fit the compiled context.
     """
 
     def __init__(
@@ -48,97 +48,87 @@ class Batch:
         prompts: Sequence[Sequence[int]],
         seeds: Sequence[int],
         inputs: Mapping[str, Any],
+        *,
         stop: Sequence[StopCondition | None] | None = None,
-        cancel: threading.Event | None = None,
+        cancel_event: threading.Event | None = None,
         prompt_cache: PromptCache | None = None,
     ):
         self.compiled, self.context, self.settings = gen, gen.context, gen.context.settings
-        rest = dict(inputs)
+        self.cancel_event = cancel_event
         self.prompts = _check_prompts(prompts, gen)
         self.seeds = to_integers("seeds", _one_per_prompt("seeds", seeds, gen))
-        self.stop_conditions = _one_per_prompt("stop", stop or [None] * gen.batch_size, gen)
-        if self.settings.stop_strings and not any(self.stop_conditions):
-            raise GenerationError(
-                "setting stop_strings", "nothing that finds them", "a task with a tokenizer", "give `stop`"
-            )
-        self.cancel_event = cancel
-        self.encoder_input_ids = self._check_encoder_input_ids(rest.pop(ENCODER_INPUT_IDS, None))
-        given = rest.pop(POSITION_IDS, None) if POSITION_IDS not in self.context.extra_input_names else None
-        self.prompt_positions = PromptPositions(given, self.prompts, gen.decoder.max_positions) if given else None
-        if self.prompt_positions is not None and gen.max_draft_tokens:
-            raise GenerationError(
-                f"input {POSITION_IDS}",
-                "positions, and guesses of several tokens",
-                "one of them",
-                "leave out the guesses",
-            )
-        self.extra_inputs = self._check_extra_inputs(rest)
-        self.prompt_cache = self._check_prompt_cache(prompt_cache)
+        self.stop_rules = self._make_stop_rules(stop)
+        inputs = dict(inputs)
+        self.encoder_input_ids = self._check_encoder_input_ids(inputs.pop(ENCODER_INPUT_IDS, None))
+        takes_positions = POSITION_IDS not in self.context.extra_input_names
+        self.prompt_positions = self._check_positions(inputs.pop(POSITION_IDS, None) if takes_positions else None)
+        self.extra_inputs = self._check_extra_inputs(inputs)
+        if prompt_cache is not None:
+            _check_prompt_cache(prompt_cache, gen, self.prompt_positions)
+        self.prompt_cache = prompt_cache
         self.new_token_limits = [self._new_token_limit(len(prompt)) if prompt else 0 for prompt in self.prompts]
-        texts = self.settings.num_return_sequences
-        self.results = [GenerationResult([], FINISH_LENGTH) for _ in range(gen.batch_size * texts)]
-        self.finished_flags = np.array([not self.prompts[text // texts] for text in range(len(self.results))])
+        per_prompt = self.settings.num_return_sequences
+        self.results = [GenerationResult([], FINISH_LENGTH) for _ in range(gen.batch_size * per_prompt)]
+        self.finished_flags = np.array([not self.prompts[index // per_prompt] for index in range(len(self.results))])
+
+    @property
+    def row_count(self) -> int:
+        """The rows of the decoder, those of all prompts."""
+        return self.compiled.batch_size * self.settings.rows_per_prompt
 
     @property
     def cancelled(self) -> bool:
         """Whether the caller gave the run up."""
         return self.cancel_event is not None and self.cancel_event.is_set()
 
+    def make_row(self, row: int) -> Row:
+        """Returns a row of the batch without new tokens."""
+        prompt = self.settings.prompt_of(row)
+        return Row(self.prompts[prompt], self.new_token_limits[prompt], self.stop_rules[prompt])
+
     def append_tokens(self, rows: Mapping[int, Row], selected: Mapping[int, tuple[int, float | None]]) -> StepOutput:
-        """The Step in which the rows of texts take what was chosen, row → (token, log-probability); those that have
-        ended take nothing."""
-        new = {}
-        for row, (token, logprob) in selected.items():
-            text = rows[row]
-            if text.is_live:
-                if text.append_token(
-                    token,
-                    logprob,
-                    self.settings.eos_token_id,
-                    self.stop_conditions[row // self.settings.rows_per_prompt],
-                ):
-                    new[row] = token, logprob
-                self.finished_flags[row] = not text.is_live
-        return self.make_step_output(new)
+        """Appends the selected tokens, row -> (token, log-probability), to the rows that have not ended, and returns
+        the step."""
+        new_tokens = {}
+        for index, (token, logprob) in selected.items():
+            row = rows[index]
+            if row.is_live:
+                if row.append_token(token, logprob):
+                    new_tokens[index] = token, logprob
+                self.finished_flags[index] = not row.is_live
+        return self.make_step_output(new_tokens)
 
     def make_step_output(self, new_tokens: Mapping[int, tuple[int, float | None]]) -> StepOutput:
-        """The Step of new tokens, text → (token, log-probability)."""
+        """Returns the step of new tokens, result -> (token, log-probability)."""
         tokens, logprobs = [-1] * len(self.results), [math.nan] * len(self.results)
-        for text, (token, logprob) in new_tokens.items():
-            tokens[text] = token
-            logprobs[text] = math.nan if logprob is None else logprob
-        told = np.array(logprobs, np.float32) if self.context.token_logprobs else None
-        return StepOutput(np.array(tokens, np.int32), self.finished_flags.copy(), told)
+        for index, (token, logprob) in new_tokens.items():
+            tokens[index] = token
+            logprobs[index] = math.nan if logprob is None else logprob
+        output_logprobs = np.array(logprobs, np.float32) if self.context.token_logprobs else None
+        return StepOutput(np.array(tokens, np.int32), self.finished_flags.copy(), output_logprobs)
 
     def _new_token_limit(self, length: int) -> int:
-        count, most = self.context.new_token_limit(length), self.compiled.decoder.max_positions
+        count = self.context.new_token_limit(length)
         # The last token needs no position, for no step takes it.
-        return min(count, most - length + 1) if most else count
+        return clip_to_positions(length + count - 1, self.compiled.decoder.max_positions) - length + 1
 
-    def _check_prompt_cache(self, cache: PromptCache | None) -> PromptCache | None:
-        if cache is None:
+    def _make_stop_rules(self, stop: Sequence[StopCondition | None] | None) -> list[StopRules]:
+        conditions = _one_per_prompt("stop", stop or [None] * self.compiled.batch_size, self.compiled)
+        if self.settings.stop_strings and not any(conditions):
+            raise GenerationError(
+                "setting stop_strings", "no `stop` that finds them", "a task with a tokenizer", "pass `stop`"
+            )
+        eos = frozenset(self.settings.eos_token_id)
+        return [StopRules(eos, condition) for condition in conditions]
+
+    def _check_positions(self, positions: Sequence[Sequence[Sequence[int]]] | None) -> PromptPositions | None:
+        if not positions:
             return None
-        if not isinstance(cache, PromptCache):
-            raise GenerationError(
-                "prompt_cache", repr(cache)[:80], "a generation.PromptCache", "PromptCache.load a file"
-            )
-        found = None
-        if cache.module is not getattr(self.compiled.decoder, "module", None):
-            found = "one of another model"
-        elif cache.kv_cache.pool_specs != self.compiled.decoder.pool_specs:
-            raise GenerationError(
-                "prompt_cache",
-                f"one with kv_bits={cache.kv_bits}, kv_group_size={cache.kv_group_size}, unlike this context",
-                "keys and values that are packed alike in both",
-                "give both the same kv_bits and kv_group_size, or leave the cache out",
-            )
-        elif self.prompt_positions is not None:
-            found = "one, and prompts with positions of their own"
-        if found:
-            raise GenerationError(
-                "prompt_cache", found, "one of this model, for prompts of tokens alone", "leave it out"
-            )
-        return cache
+        checked = PromptPositions(positions, self.prompts, self.compiled.decoder.max_positions)
+        if self.compiled.max_draft_tokens:
+            found = "positions, and drafts of several tokens"
+            raise GenerationError(f"input {POSITION_IDS}", found, "one of them", "leave out the drafts")
+        return checked
 
     def _check_encoder_input_ids(self, encoder_input_ids: Sequence[Sequence[int]] | None) -> list[list[int]]:
         if encoder_input_ids is not None:
@@ -154,8 +144,8 @@ class Batch:
     def _check_extra_inputs(self, extra_inputs: dict[str, Any]) -> dict[str, mx.array]:
         names, size = set(self.context.extra_input_names), self.compiled.batch_size
         if extra_inputs.keys() != names:
-            found, wanted = (", ".join(sorted(some)) or "none" for some in (extra_inputs, names))
-            raise GenerationError("inputs", found, wanted, "name them in the context's `given`")
+            found, expected = (", ".join(sorted(each)) or "none" for each in (extra_inputs, names))
+            raise GenerationError("inputs", found, expected, "pass one array for each extra input of the decoder")
         arrays = {
             name: array if isinstance(array, mx.array) else mx.array(array) for name, array in extra_inputs.items()
         }
@@ -166,16 +156,25 @@ class Batch:
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], gen: CompiledGeneration) -> list[list[int]]:
-    found = [to_integers(f"prompt {i}", prompt) for i, prompt in enumerate(_one_per_prompt("prompts", prompts, gen))]
-    vocab, most = gen.decoder.vocab_size, gen.decoder.max_positions
-    for place, prompt in enumerate(found):
-        if wrong := [token for token in prompt if not 0 <= token < vocab]:
-            raise GenerationError(f"prompt {place}", f"the token ids {wrong[:5]}", f"ids from 0 to {vocab - 1}")
-        if most and len(prompt) > most:
-            raise GenerationError(
-                f"prompt {place}", f"{len(prompt)} tokens", f"at most the model's {most} positions", "shorten it"
-            )
-    return found
+    checked = [to_integers(f"prompt {i}", prompt) for i, prompt in enumerate(_one_per_prompt("prompts", prompts, gen))]
+    vocab_size, max_positions = gen.decoder.vocab_size, gen.decoder.max_positions
+    for index, prompt in enumerate(checked):
+        if outside := [token for token in prompt if not 0 <= token < vocab_size]:
+            raise GenerationError(f"prompt {index}", f"the token ids {outside[:5]}", f"ids from 0 to {vocab_size - 1}")
+        if clip_to_positions(len(prompt), max_positions) < len(prompt):
+            expected = f"at most the model's {max_positions} positions"
+            raise GenerationError(f"prompt {index}", f"{len(prompt)} tokens", expected, "shorten it")
+    return checked
+
+
+def _check_prompt_cache(
+    prompt_cache: PromptCache, gen: CompiledGeneration, prompt_positions: PromptPositions | None
+) -> None:
+    if not isinstance(prompt_cache, PromptCache):
+        raise GenerationError(
+            "prompt_cache", repr(prompt_cache)[:80], "a generation.PromptCache", "load a file with PromptCache.load"
+        )
+    prompt_cache.check_fits(gen.decoder, has_positions=prompt_positions is not None)
 
 
 def _one_per_prompt(name: str, values: Sequence[Any], gen: CompiledGeneration) -> list[Any]:

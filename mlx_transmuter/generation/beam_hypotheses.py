@@ -1,27 +1,29 @@
-"""Beam search over one prompt's candidates, as `_beam_search` of transformers 4.57.6 does it after its top-k.
+"""The beams of one prompt and its finished hypotheses, as `_beam_search` of transformers 4.57.6 updates them.
 
-float32 throughout, in the order of operations of transformers: what it adds to push a candidate out of the running, it
-adds here. Ties go to the lower index.
+float32 throughout, in the order of operations of transformers: what it adds to push a candidate out of the running, is
+added here. Ties go to the lower index.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mlx_transmuter.generation.beam_stop_rule import EXCLUDED_SCORE, BeamStopRule, length_penalized
+from mlx_transmuter.generation.logits.token_selection import BeamCandidates
 from mlx_transmuter.generation.settings import Settings
-
-# What transformers adds to, or begins with as, the score of a text that doesn't count.
-EXCLUDED_SCORE = np.float32(-1.0e9)
+from mlx_transmuter.generation.stop_rules import StopRules
 
 
 @dataclass(frozen=True)
 class BeamHypothesis:
-    """A text of a beam: its new tokens, their log-probabilities where asked, its score, and whether an eos or `stop`
-    ended it."""
+    """A sequence of a beam search: its new tokens, their log-probabilities where asked for, and its score.
+
+    is_complete: whether it is finished, and not the empty one of a search that has found too few. ended_by_stop:
+    whether an eos or the stop condition ended it.
+    """
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
@@ -31,98 +33,75 @@ class BeamHypothesis:
 
 
 class BeamHypotheses:
-    """The beams of one prompt and its best finished texts."""
+    """The running beams of one prompt, and its best finished hypotheses."""
 
-    def __init__(self, settings: Settings, limit: int, stop: Callable[[Sequence[int]], bool] | None = None):
-        """limit: the most new tokens. stop: whether new tokens end a text as an eos does."""
-        self.settings, self.max_new_tokens, self.stop_condition = settings, limit, stop
+    def __init__(self, settings: Settings, max_new_tokens: int, stop_rules: StopRules):
+        self.settings, self.max_new_tokens, self.stop_rules = settings, max_new_tokens, stop_rules
         self.running_beams = [BeamHypothesis(score=np.float32(0)), *[BeamHypothesis()] * (settings.num_beams - 1)]
         self.finished_hypotheses = [BeamHypothesis()] * settings.num_beams
         self.generated_length = 0
-        self.can_improve = True
-        self.is_done = False
+        self.stop_rule = BeamStopRule(settings, max_new_tokens)
 
     @property
-    def running_scores(self) -> list[np.float32]:
-        """The scores of the running beams, for the next candidates."""
-        return [text.score for text in self.running_beams]
+    def is_done(self) -> bool:
+        """Whether the search of the prompt has ended."""
+        return self.stop_rule.is_done
 
-    def take_candidates(
-        self, parents: Sequence[int], tokens: Sequence[int], scores: np.ndarray, logprobs: Sequence[float] | None
-    ) -> list[int]:
-        """Takes the candidates of a step, the best first, and returns the parent of each next beam.
-
-        Candidate i adds tokens[i] to the beam parents[i] and has scores[i], float32. `running`, `finished` and `done`
-        follow.
-        """
-        settings, width = self.settings, self.settings.num_beams
+    def take_candidates(self, candidates: BeamCandidates) -> list[int]:
+        """Takes the candidates of a step, the best first, and returns the parent of each next beam: candidate i adds
+        tokens[i] to the beam beams[i] and has scores[i]."""
         self.generated_length += 1
-        ended = np.array(
-            [
-                self._ends_hypothesis(self.running_beams[parent], token)
-                for parent, token in zip(parents, tokens, strict=True)
-            ]
-        )
-        ends = ended | (self.generated_length == self.max_new_tokens)
-
-        def grown(i: int, score: np.float32, complete: bool) -> BeamHypothesis:
-            text, more = self.running_beams[parents[i]], () if logprobs is None else (logprobs[i],)
-            return BeamHypothesis((*text.tokens, tokens[i]), (*text.logprobs, *more), score, complete, bool(ended[i]))
-
-        # The next beams: the best candidates that do not end.
-        alive = scores + ends.astype(np.float32) * EXCLUDED_SCORE
-        chosen = _best_indices(alive, width)
-        running = [grown(i, alive[i], complete=False) for i in chosen]
-        # The finished texts: the best of those before and of the ends among the first `width` candidates.
-        full = all(text.is_complete for text in self.finished_hypotheses) and settings.early_stopping is True
-        counts = ends & (np.arange(len(tokens)) < width)
-        final = _length_penalized(scores, self.generated_length, settings.length_penalty)
-        for out in (full, not self.can_improve, ~counts):
-            final = final + np.asarray(out, np.float32) * EXCLUDED_SCORE
-        merged = np.concatenate([[text.score for text in self.finished_hypotheses], final]).astype(np.float32)
-        self.finished_hypotheses = [
-            self.finished_hypotheses[i] if i < width else grown(i - width, merged[i], complete=bool(counts[i - width]))
-            for i in _best_indices(
-                merged, width, [not text.is_complete for text in self.finished_hypotheses] + (~counts).tolist()
-            )
+        logprobs = candidates.logprobs or [None] * len(candidates.tokens)
+        extended = [
+            self._extend(self.running_beams[beam], token, logprob)
+            for beam, token, logprob in zip(candidates.beams, candidates.tokens, logprobs, strict=True)
         ]
-        self.running_beams = running
-        self._apply_stop_rule(bool(ends.all()))
-        return [parents[i] for i in chosen]
+        ended = np.array([hypothesis.ended_by_stop for hypothesis in extended])
+        ended |= self.generated_length == self.max_new_tokens
+        scores = candidates.scores
+        # The next beams: the best candidates that do not end.
+        alive = scores + ended.astype(np.float32) * EXCLUDED_SCORE
+        indices = _best_indices(alive, self.settings.num_beams)
+        self.finished_hypotheses = self._merge_finished(scores, extended, ended)
+        self.running_beams = [replace(extended[i], score=alive[i]) for i in indices]
+        best_score = self.running_beams[0].score
+        self.stop_rule.update(best_score, self.generated_length, self.finished_hypotheses, bool(ended.all()))
+        return [candidates.beams[i] for i in indices]
 
     def best_hypotheses(self) -> list[BeamHypothesis]:
-        """The best texts, the best first, as many as num_return_sequences; of a search cut short also running ones."""
-        count = self.settings.num_return_sequences
-        complete = [text for text in self.finished_hypotheses if text.is_complete or self.is_done]
-        return [*complete, *self.running_beams][:count]
+        """Returns the best num_return_sequences hypotheses, the best first; of a search that was cancelled also running
+        ones."""
+        finished = [hypothesis for hypothesis in self.finished_hypotheses if hypothesis.is_complete or self.is_done]
+        return [*finished, *self.running_beams][: self.settings.num_return_sequences]
 
-    def _ends_hypothesis(self, text: BeamHypothesis, token: int) -> bool:
-        return token in self.settings.eos_token_id or (
-            self.stop_condition is not None and self.stop_condition((*text.tokens, token))
-        )
+    def _extend(self, beam: BeamHypothesis, token: int, logprob: float | None) -> BeamHypothesis:
+        """Returns the beam with one more token, without a score yet."""
+        tokens = (*beam.tokens, token)
+        logprobs = beam.logprobs if logprob is None else (*beam.logprobs, logprob)
+        return BeamHypothesis(tokens, logprobs, ended_by_stop=self.stop_rules.ends_row(tokens))
 
-    def _apply_stop_rule(self, all_ended: bool) -> None:
-        """Whether the beams can still improve on the finished texts (`_check_early_stop_heuristic`), and whether to go
-        on."""
-        early, penalty = self.settings.early_stopping, self.settings.length_penalty
-        length = self.max_new_tokens if early == "never" and penalty > 0 else self.generated_length
-        best = _length_penalized(self.running_beams[0].score, length, penalty)
-        worst = min(text.score for text in self.finished_hypotheses)
-        self.can_improve &= any(
-            best > (worst if text.is_complete else EXCLUDED_SCORE) for text in self.finished_hypotheses
-        )
-        full = all(text.is_complete for text in self.finished_hypotheses)
-        self.is_done = not self.can_improve or (full and early is True) or all_ended
-
-
-def _length_penalized(scores: Any, length: int, penalty: float) -> Any:
-    """float32 scores by the length to the power of penalty, and not below the smallest finite value."""
-    with np.errstate(over="ignore"):
-        return np.maximum(scores / np.float32(length**penalty), np.finfo(np.float32).min)
+    def _merge_finished(
+        self, scores: np.ndarray, extended: Sequence[BeamHypothesis], ended: np.ndarray
+    ) -> list[BeamHypothesis]:
+        """Returns the best of the finished hypotheses and of the candidates that end among the first num_beams."""
+        before, width = self.finished_hypotheses, self.settings.num_beams
+        stops_early = self.settings.early_stopping is True and all(hypothesis.is_complete for hypothesis in before)
+        completes = ended & (np.arange(len(scores)) < width)
+        final = length_penalized(scores, self.generated_length, self.settings.length_penalty)
+        for excluded in (stops_early, not self.stop_rule.can_improve, ~completes):
+            final = final + np.asarray(excluded, np.float32) * EXCLUDED_SCORE
+        merged = np.concatenate([[hypothesis.score for hypothesis in before], final]).astype(np.float32)
+        new = [
+            replace(hypothesis, score=score, is_complete=bool(complete))
+            for hypothesis, score, complete in zip(extended, merged[width:], completes, strict=True)
+        ]
+        hypotheses = [*before, *new]
+        incomplete = [not hypothesis.is_complete for hypothesis in hypotheses]
+        return [hypotheses[i] for i in _best_indices(merged, width, incomplete)]
 
 
 def _best_indices(scores: np.ndarray, count: int, placed_last: Sequence[bool] = ()) -> list[int]:
-    """The places of the count best scores, the best first. Of equal ones those marked in `last` come after the
-    others."""
+    """Returns the indices of the `count` best scores, the best first. Of equal ones those marked in placed_last come
+    after the others."""
     marks = np.asarray(placed_last) if placed_last else np.zeros(len(scores), bool)
     return np.lexsort((np.arange(len(scores)), marks, -scores))[:count].tolist()

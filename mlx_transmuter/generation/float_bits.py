@@ -1,4 +1,4 @@
-"""float32 values as the signed 32-bit integers of their bits, the form in which a step's scores reach the host."""
+"""float32 values as the signed 32-bit integers of their bits, the form in which a step returns its scores."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ QUIET_NAN = 0x7FC00000
 
 
 def to_bits(value: Any) -> Any:
-    """The int of the bits of value as a float32; a list, nested or not, or an array gives a list. NaN is QUIET_NAN."""
+    """Returns the bits of value in float32 as an int; a list, nested or not, or an array gives a list. NaN is
+    QUIET_NAN."""
     with np.errstate(over="ignore"):
         values = np.asarray(value, dtype=np.float32)
     return np.where(np.isnan(values), np.int32(QUIET_NAN), values.view(np.int32)).tolist()
 
 
 def from_bits(bits: Any) -> Any:
-    """The float, which may be NaN or infinite, whose float32 bits are the int bits; a list or an array gives a list.
+    """Returns the float, which may be NaN or infinite, of the float32 bits `bits`; a list or an array gives a list.
 
-    Raises GenerationError for what is no signed 32-bit integer.
+    Raises GenerationError for a value that is no signed 32-bit integer.
     """
     values = np.asarray(bits)
     if values.size and (values.dtype.kind not in "iu" or values.min() < -(2**31) or values.max() >= 2**31):

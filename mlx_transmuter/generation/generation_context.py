@@ -9,24 +9,29 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_transmuter.cache import CacheError, check_quantization
+from mlx_transmuter.generation.drafts.draft_acceptance import DraftSelection
 from mlx_transmuter.generation.errors import GenerationError
-from mlx_transmuter.generation.logits.logits_processors import CustomProcessor
+from mlx_transmuter.generation.logits.processor_types import CustomProcessor
 from mlx_transmuter.generation.logits.token_selection import TokenSelection
+from mlx_transmuter.generation.setting_checks import is_integer
 from mlx_transmuter.generation.settings import Settings, max_new_tokens, resolve_settings
+from mlx_transmuter.program import ProgramError
+from mlx_transmuter.program.signature import DecoderSignature, SignatureError
 from mlx_transmuter.runtime.decoder import Decoder
 
 
 def default_prefill_step_size() -> int:
-    """The most tokens of a prompt that one step takes where nobody says: 2,048 as in mlx_lm.
+    """Returns the most tokens of a prompt that one step takes by default: 2,048 as in mlx_lm.
 
-    On the CPU 128, since there scores are computed also for the columns that a token doesn't see, and held whole.
+    On the CPU 128: there attention scores are computed also for the columns that a token does not attend to, and all of
+    them are in memory at once.
     """
     return 128 if mx.default_device() == mx.cpu else 2048
 
 
 @dataclass(frozen=True)
 class GenerationContext:
-    """A model and what was asked of its generation; `compile` makes it run."""
+    """A model and the options of its generation; `compile` makes it run."""
 
     model: Any
     settings: Settings
@@ -42,11 +47,12 @@ class GenerationContext:
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """Whether the prompt of the decoder is not the text itself."""
+        """Whether the decoder continues a prompt of its own, and the text goes into an encoder."""
         return bool(self.model.config.get("is_encoder_decoder"))
 
     def new_token_limit(self, prompt_length: int) -> int:
-        """The most new tokens of a prompt of that length. Raises GenerationError where max_length leaves none."""
+        """Returns the most new tokens after a prompt of that length. Raises GenerationError where max_length leaves
+        none."""
         count = max_new_tokens(self.generation_config, self.options, prompt_length)
         if count < 1:
             raise GenerationError(
@@ -59,7 +65,7 @@ class GenerationContext:
 
 @dataclass(frozen=True)
 class CompiledAssistant:
-    """A decoder that guesses for another one of the same vocabulary and as many rows, and its choice of tokens."""
+    """A decoder that drafts for another one of the same vocabulary and as many rows, and its selection of tokens."""
 
     decoder: Decoder
     selection: TokenSelection
@@ -67,17 +73,18 @@ class CompiledAssistant:
 
 @dataclass(frozen=True)
 class CompiledGeneration:
-    """A context for batches of `batch_size` prompts, each of which has `settings.width` rows of the decoder."""
+    """A context for batches of `batch_size` prompts, each of which has settings.rows_per_prompt rows of the decoder."""
 
     context: GenerationContext
     batch_size: int
     decoder: Decoder
     selection: TokenSelection
+    draft_selection: DraftSelection
     assistant: CompiledAssistant | None = None
 
     @property
     def max_draft_tokens(self) -> int:
-        """The most guesses of a row's next tokens in one pass; 0 where tokens come one by one."""
+        """The most draft tokens of a row in one pass; 0 without speculative decoding."""
         settings = self.context.settings
         return (settings.prompt_lookup_num_tokens or 0) if self.assistant is None else settings.num_assistant_tokens
 
@@ -103,17 +110,17 @@ def context(
     assistant_model: Any = None,
     **options: Any,
 ) -> GenerationContext:
-    """The context of generation for model: the settings of its generation_config.json and, before them, of options.
+    """Returns the context of generation for model: the settings of options, else of its generation_config.json.
 
-    given: the names of the decoder's other inputs, which `generate` gets. processors: pairs (state, process) of a task;
-    they come after the processors of the settings and before those of sampling. `state` takes a dict of one row, with
-    `prompt`, `generated` (the last token first) and `vocab`, and returns an array of the same shape at each step;
-    `process` takes the logits [vocab] of the row and that array and returns logits. num_beams, max_new_tokens and
-    options are names of generation_config.json (`SETTINGS`). prefill_step_size: the most tokens of a prompt that one
-    step takes, of a decoder that takes prompts in parts. kv_bits: 8 or 4, to keep keys and values in so many bits an
-    element, in groups of kv_group_size (32, 64 or 128), which changes the numbers (docs/caches.md says how much).
-    assistant_model: a smaller model of the same vocabulary, which guesses tokens that the model then checks, several in
-    one pass; the texts stay the same.
+    given: the names of the decoder's extra inputs, which `generate` gets; by default those that the decoder declares.
+    processors: pairs (state, process) of a task; they apply after the processors of the settings and before those of
+    sampling. `state` takes a dict of one row, with `prompt`, `generated` (the last token first) and `vocab`, and
+    returns an array of the same shape at each step; `process` takes the logits [vocab] of the row and that array and
+    returns logits. num_beams, max_new_tokens and options are names of generation_config.json (`SETTINGS`).
+    prefill_step_size: the most tokens of a prompt that one step takes, of a decoder that takes prompts in chunks.
+    kv_bits: 8 or 4, to quantize keys and values to so many bits per element, in groups of kv_group_size (32, 64 or
+    128), which changes the numbers (docs/caches.md says how much). assistant_model: a smaller model of the same
+    vocabulary, which drafts tokens that the model then verifies, several in one pass; the results stay the same.
 
     Raises GenerationError for an unknown name, a value out of range, or a setting that is not supported.
     """
@@ -125,7 +132,7 @@ def context(
         check_quantization(kv_bits, kv_group_size)
     except CacheError as error:
         raise GenerationError(error.where, error.found, error.expected) from None
-    if prefill_step_size is not None and (not isinstance(prefill_step_size, int) or prefill_step_size < 1):
+    if prefill_step_size is not None and (not is_integer(prefill_step_size) or prefill_step_size < 1):
         raise GenerationError("prefill_step_size", repr(prefill_step_size), "an integer of at least 1")
     named = {"num_beams": num_beams, "max_new_tokens": max_new_tokens}
     options |= {name: value for name, value in named.items() if value is not None}
@@ -134,13 +141,13 @@ def context(
         pairs = tuple((state, process) for state, process in processors)
     except TypeError:
         raise GenerationError("processors", repr(processors)[:80], "pairs of functions (state, process)") from None
-    chosen = resolve_settings(config, options)
+    settings = resolve_settings(config, options)
     if assistant_model is not None:
-        _check_assistant_model(model, assistant_model, chosen)
+        _check_assistant_model(model, assistant_model, settings)
     return GenerationContext(
         model,
-        chosen,
-        tuple(given),
+        settings,
+        tuple(given) or _declared_extra_inputs(model),
         pairs,
         token_logprobs,
         prefill_step_size or default_prefill_step_size(),
@@ -152,23 +159,33 @@ def context(
     )
 
 
+def _declared_extra_inputs(model: Any) -> tuple[str, ...]:
+    """Returns the inputs of the model's decoder beside tokens, mask, positions and cache, such as an encoder's states;
+    () for what is no decoder, which `compile` refuses."""
+    program = getattr(getattr(model, "decoder", None), "program", None)
+    if program is None:
+        return ()
+    try:
+        return DecoderSignature.from_program(program).extra_inputs
+    except (SignatureError, ProgramError):
+        return ()
+
+
 def _require_draft_support(where: str, decoder: Decoder) -> None:
     if not decoder.supports_drafts:
         raise GenerationError(
             where,
-            "a graph whose attention was not rewritten onto pools, which cannot check or take back tokens",
-            "a model whose conversion says that it was (mlx-transmuter inspect)",
+            "a graph whose attention was not rewritten onto pools, which cannot verify or reject drafts",
+            "a model whose attention was rewritten (mlx-transmuter inspect says so)",
             "leave it out",
         )
 
 
 def _check_assistant_model(model: Any, assistant: Any, settings: Settings) -> None:
-    for name, given, harmless in (
-        ("num_beams", settings.num_beams, 1),
-        ("prompt_lookup_num_tokens", settings.prompt_lookup_num_tokens, None),
-    ):
-        if given != harmless:
-            found = f"{given} with an assistant_model"
+    for name, harmless in (("num_beams", 1), ("prompt_lookup_num_tokens", None)):
+        value = getattr(settings, name)
+        if value != harmless:
+            found = f"{value} with an assistant_model"
             raise GenerationError(f"setting {name}", found, str(harmless), "leave one of them out")
     own, other = (getattr(each, "tokenizer", None) for each in (model, assistant))
     if own is not None and other is not None and own.vocabulary != other.vocabulary:
@@ -177,19 +194,19 @@ def _check_assistant_model(model: Any, assistant: Any, settings: Settings) -> No
             "assistant_model",
             f"a tokenizer of which {differing} tokens differ",
             "the model's own tokenizer",
-            "take a smaller model of the same family",
+            "use a smaller model of the same family",
         )
 
 
 def compile(
     ctx: GenerationContext, batch_size: int, *, decoder: Decoder | None = None, assistant_decoder: Decoder | None = None
 ) -> CompiledGeneration:
-    """ctx for batches of batch_size prompts. Steps and the choice of tokens are compiled at their first use.
+    """Returns ctx for batches of batch_size prompts. Steps and selections are compiled at their first use.
 
-    decoder: one that was made for batch_size × width rows of the same model, where the caller has it; assistant: the
-    same of the assistant model. Call this in the thread that generates: what MLX compiles belongs to a thread. Raises
-    GenerationError for settings with ids outside the vocabulary, for guesses where the model cannot check several
-    tokens in one pass, and for an assistant model of another vocabulary.
+    decoder: a Decoder of the same model for batch_size × settings.rows_per_prompt rows, where the caller has one;
+    assistant_decoder: the same of the assistant model. Call this in the thread that generates: what MLX compiles
+    belongs to a thread. Raises GenerationError for settings with ids outside the vocabulary, for drafts where the model
+    cannot verify several tokens in one pass, and for an assistant model of another vocabulary.
     """
     if batch_size < 1:
         raise GenerationError("batch_size", str(batch_size), "at least 1")
@@ -201,7 +218,8 @@ def compile(
     elif ctx.settings.prompt_lookup_num_tokens:
         _require_draft_support("setting prompt_lookup_num_tokens", decoder)
     selection = TokenSelection(ctx.settings, decoder.vocab_size, ctx.processors, ctx.token_logprobs)
-    return CompiledGeneration(ctx, batch_size, decoder, selection, _compile_assistant(ctx, decoder, assistant_decoder))
+    assistant = _compile_assistant(ctx, decoder, assistant_decoder)
+    return CompiledGeneration(ctx, batch_size, decoder, selection, DraftSelection(selection), assistant)
 
 
 def _compile_assistant(
@@ -209,15 +227,13 @@ def _compile_assistant(
 ) -> CompiledAssistant | None:
     if ctx.assistant_model is None:
         return None
-    assistant_decoder = (
-        Decoder(ctx.assistant_model.decoder, decoder.rows) if assistant_decoder is None else assistant_decoder
-    )
+    if assistant_decoder is None:
+        assistant_decoder = Decoder(ctx.assistant_model.decoder, decoder.rows)
     _require_draft_support("the assistant_model", assistant_decoder)
     if assistant_decoder.vocab_size != decoder.vocab_size:
         raise GenerationError(
             "assistant_model", f"logits of {assistant_decoder.vocab_size} tokens", f"the model's {decoder.vocab_size}"
         )
-    # What the assistant guesses with is what the model chooses with, and says how sure it is.
-    return CompiledAssistant(
-        assistant_decoder, TokenSelection(ctx.settings, assistant_decoder.vocab_size, ctx.processors, logprobs=True)
-    )
+    # The settings with which the model selects, and log-probabilities for assistant_confidence_threshold.
+    selection = TokenSelection(ctx.settings, assistant_decoder.vocab_size, ctx.processors, logprobs=True)
+    return CompiledAssistant(assistant_decoder, selection)

@@ -1,23 +1,35 @@
 """Checks of the values of settings: each takes a value as JSON or Python gives it and returns the one to use, or raises
-Wrong."""
+InvalidSettingValue."""
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from mlx_transmuter.generation.errors import GenerationError
 
 
 class InvalidSettingValue(Exception):
-    """A value that a check refuses; `expected` completes "expected …"."""
+    """A value that a check refuses; `expected` completes the sentence "expected …"."""
 
     def __init__(self, expected: str):
         self.expected = expected
         super().__init__(expected)
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
+    """Returns whether value is a whole number; True and False are none."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def to_integers(name: str, values: Iterable[Any]) -> list[int]:
+    """Returns the values as ints. Raises GenerationError, with `name` as its place, for any that is no whole number."""
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        raise GenerationError(name, repr(values)[:80], "whole numbers") from None
 
 
 def _is_sequence(value: Any) -> bool:
@@ -25,10 +37,10 @@ def _is_sequence(value: Any) -> bool:
 
 
 def integer(minimum: int) -> Callable[[Any], int]:
-    """An int of at least low."""
+    """Returns a check for an int of at least minimum."""
 
     def check(value: Any) -> int:
-        if not _is_integer(value) or value < minimum:
+        if not is_integer(value) or value < minimum:
             raise InvalidSettingValue(f"an integer of at least {minimum}")
         return int(value)
 
@@ -38,73 +50,72 @@ def integer(minimum: int) -> Callable[[Any], int]:
 def number(
     low: float | None = None, high: float | None = None, *, above: float | None = None, below: float | None = None
 ) -> Callable[[Any], float]:
-    """A number in [low, high], or in the open range from above to below."""
+    """Returns a check for a number of low to high, both included, or between above and below, both excluded."""
     bounds = [
         (low, "of at least", lambda x, bound: x >= bound),
         (above, "above", lambda x, bound: x > bound),
         (high, "of at most", lambda x, bound: x <= bound),
         (below, "below", lambda x, bound: x < bound),
     ]
-    held = [(bound, word, holds) for bound, word, holds in bounds if bound is not None]
+    limits = [(bound, words, holds) for bound, words, holds in bounds if bound is not None]
+    described = " and ".join(f"{words} {bound}" for bound, words, _ in limits)
 
     def check(value: Any) -> float:
-        real = isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value
-        if not real or not all(holds(value, bound) for bound, _, holds in held):
-            raise InvalidSettingValue(
-                "a number " + " and ".join(f"{word} {bound}" for bound, word, _ in held) if held else "a number"
-            )
+        is_real = isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value
+        if not is_real or not all(holds(value, bound) for bound, _, holds in limits):
+            raise InvalidSettingValue(f"a number {described}".rstrip())
         return float(value)
 
     return check
 
 
 def boolean(value: Any) -> bool:
-    """True or False."""
+    """Takes True or False."""
     if not isinstance(value, bool):
         raise InvalidSettingValue("True or False")
     return value
 
 
 def early_stopping(value: Any) -> bool | str:
-    """True, False or "never"."""
+    """Takes True, False or "never"."""
     if not isinstance(value, bool) and value != "never":
         raise InvalidSettingValue("True, False or 'never'")
     return value
 
 
 def draft_schedule(value: Any) -> str:
-    """How the number of guesses follows what was right."""
+    """Takes the rule by which the number of draft tokens follows how many were accepted."""
     if value not in ("constant", "heuristic", "heuristic_transient"):
         raise InvalidSettingValue("'constant', 'heuristic' or 'heuristic_transient'")
     return value
 
 
 def unbounded_token_ids(value: Any) -> tuple[int, ...]:
-    """A list of ints, each once; ids outside the vocabulary are no error, for they match nothing."""
-    if not _is_sequence(value) or not all(_is_integer(token) for token in value):
+    """Takes a list of ints, and returns each once; ids outside the vocabulary are no error, for they match nothing."""
+    if not _is_sequence(value) or not all(is_integer(token) for token in value):
         raise InvalidSettingValue("a list of token ids")
     return tuple(dict.fromkeys(int(token) for token in value))
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """A token id or a list of them, each once."""
-    if _is_integer(value):
+    """Takes a token id or a list of them, and returns each once."""
+    if is_integer(value):
         value = [value]
-    if not _is_sequence(value) or not all(_is_integer(token) and token >= 0 for token in value):
+    if not _is_sequence(value) or not all(is_integer(token) and token >= 0 for token in value):
         raise InvalidSettingValue("a token id or a list of token ids")
     return tuple(dict.fromkeys(int(token) for token in value))
 
 
 def first_token_id(value: Any) -> int:
-    """A token id, or a list whose first counts."""
-    found = token_ids(value)
-    if not found:
+    """Takes a token id, or a list, of which it returns the first."""
+    ids = token_ids(value)
+    if not ids:
         raise InvalidSettingValue("a token id")
-    return found[0]
+    return ids[0]
 
 
 def strings(value: Any) -> tuple[str, ...]:
-    """A string or a list of strings, none empty."""
+    """Takes a string or a list of strings, none empty."""
     if isinstance(value, str):
         value = [value]
     if not _is_sequence(value) or not all(isinstance(text, str) and text for text in value):
@@ -113,17 +124,17 @@ def strings(value: Any) -> tuple[str, ...]:
 
 
 def token_sequences(value: Any) -> tuple[tuple[int, ...], ...]:
-    """A list of lists of token ids, none empty."""
+    """Takes a list of lists of token ids, none empty."""
     expected = "a list of lists of token ids, none of them empty"
     if not _is_sequence(value) or not value or not all(_is_sequence(word) and word for word in value):
         raise InvalidSettingValue(expected)
-    if not all(_is_integer(token) and token >= 0 for word in value for token in word):
+    if not all(is_integer(token) and token >= 0 for word in value for token in word):
         raise InvalidSettingValue(expected)
     return tuple(dict.fromkeys(tuple(int(token) for token in word) for word in value))
 
 
 def sequence_bias(value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
-    """[[ids, bias], …] or {ids: bias}: sequences of token ids, each with the number to add."""
+    """Takes [[ids, bias], …] or {ids: bias}: sequences of token ids, each with the number to add."""
     expected = "a list of pairs of token ids and a number, as [[[10, 45], -2.0], [[64], -7.5]]"
     pairs = list(value.items()) if isinstance(value, dict) else value
     if not _is_sequence(pairs) or not pairs or not all(_is_sequence(pair) and len(pair) == 2 for pair in pairs):
@@ -135,7 +146,7 @@ def sequence_bias(value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
 
 
 def decay_pair(value: Any) -> tuple[int, float]:
-    """(start, factor)."""
+    """Takes (start, factor)."""
     expected = "a pair of an integer and a number: the new tokens after which the penalty starts, and its factor"
     if not _is_sequence(value) or len(value) != 2:
         raise InvalidSettingValue(expected)

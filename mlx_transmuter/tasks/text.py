@@ -13,10 +13,10 @@ import numpy as np
 from mlx_transmuter import generation as loop
 from mlx_transmuter.errors import shorten
 from mlx_transmuter.generation import GenerationError, PromptCache
+from mlx_transmuter.generation.loop import GenerationSteps
 from mlx_transmuter.model import Model, eos_token_ids
 from mlx_transmuter.tasks.results import Piece, TextResult
 
-GenerationSteps = Generator[loop.StepOutput, None, list[loop.GenerationResult]]
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
 
@@ -88,7 +88,7 @@ class TextGeneration:
         ids = [self.encode(prompt) for prompt in prompts]  # type: ignore[arg-type]
         if not ids:
             return []
-        found = [self._text_result(result) for result in _finish_steps(self._start_steps(ids, seed))]
+        found = [self._text_result(result) for result in loop.run_to_end(self._start_steps(ids, seed))]
         texts = self.context.settings.num_return_sequences
         grouped = [found[i * texts : i * texts + texts] if texts > 1 else found[i] for i in range(len(ids))]
         return grouped[0] if one else grouped
@@ -168,7 +168,7 @@ class TextGeneration:
             reason = guesses = None
             end = len(final) - _stop_prefix_length(final, self.stop_strings)
             if step.finished[0]:
-                result = self._text_result(_finish_steps(steps)[0])
+                result = self._text_result(loop.run_to_end(steps)[0])
                 final, end, reason, guesses = result.text, len(result.text), result.finish_reason, result.draft_counts
             piece = Piece(final[sent:end])
             sent = end
@@ -211,12 +211,3 @@ def _stop_prefix_length(text: str, stops: Sequence[str]) -> int:
     """How many characters at the end of text may be the beginning of a stop string."""
     sizes = [size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])]
     return max(sizes, default=0)
-
-
-def _finish_steps(steps: GenerationSteps) -> list[loop.GenerationResult]:
-    """What a run returns at its end."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value

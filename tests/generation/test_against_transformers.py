@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 from fake_decoder import logits_after
-from fake_runs import VOCAB, compile_fake, run_to_end
-from plain_loops import greedy, process_scores
+from fake_generation import VOCAB, compile_fake, run_batch
+from reference_loops import greedy, process_scores
 
 pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -54,7 +54,7 @@ SAMPLING_VALUES = {
 
 @pytest.fixture(scope="module")
 def torch_model():
-    from torch_fake import TorchFake
+    from fake_transformers_model import TorchFake
 
     return TorchFake(VOCAB)
 
@@ -85,7 +85,7 @@ def test_texts_scores_and_log_probabilities_are_those_of_transformers(torch_mode
     gen = compile_fake(
         3, fake={"by_length": seed % 2 == 1, "runs_ahead": seed % 3 == 1}, token_logprobs=True, **options
     )
-    for prompt, result in zip(prompts, run_to_end(gen, prompts)[1], strict=True):
+    for prompt, result in zip(prompts, run_batch(gen, prompts)[1], strict=True):
         ((tokens, logprobs, score),) = torch_model.texts(prompt, **options)
         assert [token.id for token in result.tokens] == tokens, (prompt, options)
         np.testing.assert_allclose([token.logprob for token in result.tokens], logprobs, atol=1e-4)
@@ -102,7 +102,7 @@ def test_each_setting_alone_is_that_of_transformers(torch_model, name):
     for value in SETTING_VALUES[name]:
         options = {name: value, "max_new_tokens": 8, "eos_token_id": [1, 2]}
         prompts = [[3], [4, 5, 3, 4, 5, 6], [9, 9]]
-        found = run_to_end(compile_fake(3, **options), prompts)[1]
+        found = run_batch(compile_fake(3, **options), prompts)[1]
         expected = [torch_model.texts(prompt, **options)[0][0] for prompt in prompts]
         assert [[token.id for token in result.tokens] for result in found] == expected
 
@@ -138,7 +138,7 @@ def test_a_greedy_text_that_a_nan_ends_is_that_of_transformers(torch_model):
     """min_length removes the eos and the decay adds infinity to it: transformers takes the NaN, and so do we."""
     options = {"max_new_tokens": 9, "eos_token_id": 1, "min_length": 20, "exponential_decay_length_penalty": (2, 1.5)}
     expected = torch_model.texts([3, 4], **options)[0][0]
-    assert [token.id for token in run_to_end(compile_fake(1, **options), [[3, 4]])[1][0].tokens] == expected
+    assert [token.id for token in run_batch(compile_fake(1, **options), [[3, 4]])[1][0].tokens] == expected
     assert len(expected) == 3
 
 
@@ -150,7 +150,7 @@ def test_several_texts_of_beams_are_those_of_transformers(torch_model):
         "eos_token_id": [1, 2],
         "length_penalty": 0.5,
     }
-    found = run_to_end(compile_fake(1, **options), [[3, 4, 5]])[1]
+    found = run_batch(compile_fake(1, **options), [[3, 4, 5]])[1]
     expected = torch_model.texts([3, 4, 5], **options)
     assert [[token.id for token in result.tokens] for result in found] == [tokens for tokens, _, _ in expected]
     np.testing.assert_allclose([result.score for result in found], [score for _, _, score in expected], atol=1e-4)

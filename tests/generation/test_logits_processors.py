@@ -5,13 +5,14 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from fake_runs import VOCAB, fake_model
+from fake_generation import VOCAB, fake_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_loops import process_scores, warp_scores
+from reference_loops import process_scores, warp_scores
 
 from mlx_transmuter.generation import GenerationError, context
 from mlx_transmuter.generation.logits.host_processor_inputs import HostProcessorInputs
+from mlx_transmuter.generation.logits.processor_state import ProcessorInputs
 from mlx_transmuter.generation.logits.token_selection import TokenSelection, row_random_keys
 
 TOKEN = st.integers(0, VOCAB - 1)
@@ -56,8 +57,8 @@ def compiled_scores(options: dict, texts: list[tuple[list[int], list[int]]], sco
     prompts = [prompt for prompt, _ in texts]
     ends = [len(prompt) + ctx.new_token_limit(len(prompt)) for prompt in prompts]
     keys = row_random_keys([0] * len(texts), 1) if ctx.settings.do_sample else []
-    state, fixed = selection.initial_state(prompts, prompts, ends, keys)
-    host = HostProcessorInputs(ctx.settings, ctx.processors, VOCAB, prompts, prompts)
+    state, fixed = selection.initial_state(ProcessorInputs(prompts, prompts, ends, keys))
+    host = HostProcessorInputs(selection, prompts, prompts)
     rows = mx.arange(len(texts), dtype=mx.int32)
     (length,) = {len(new) for _, new in texts}
     given_now = host.arrays_for(prompts)
@@ -107,7 +108,7 @@ def test_the_first_rows_of_the_prompts_alone_get_the_encoder_penalty():
     ctx = context(fake_model(), num_beams=2, encoder_repetition_penalty=2.0)
     selection = TokenSelection(ctx.settings, VOCAB)
     prompts = [[1, 2], [1, 2], [3], [3]]
-    state, fixed = selection.initial_state(prompts, prompts, [9] * 4, [])
+    state, fixed = selection.initial_state(ProcessorInputs(prompts, prompts, [9] * 4))
     changed = np.array(selection.process_scores(mx.ones((4, VOCAB)), state, fixed)) != 1
     assert [np.flatnonzero(row).tolist() for row in changed] == [[1, 2], [], [3], []]
 
@@ -210,7 +211,7 @@ def test_top_p_of_0_keeps_one_token_and_enough_for_beams(beams):
 def test_a_half_precision_logit_is_processed_as_float32():
     ctx = context(fake_model(), repetition_penalty=1.1, token_logprobs=True)
     selection = TokenSelection(ctx.settings, VOCAB, logprobs=True)
-    state, fixed = selection.initial_state([[1]], [[1]], [9], [])
+    state, fixed = selection.initial_state(ProcessorInputs([[1]], [[1]], [9]))
     packed, _ = selection.select_tokens(mx.array(random_scores(1, 0)).astype(mx.float16), state, fixed)
     assert packed.dtype == mx.int32
     half = random_scores(1, 0).astype(np.float16).astype(np.float32)[0]

@@ -10,10 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from fake_decoder import logits_after
-from fake_runs import PROCESSOR_SETTINGS, VOCAB, compile_fake, fake_model, generated_ids, run_to_end
+from fake_generation import PROCESSOR_SETTINGS, VOCAB, compile_fake, fake_model, generated_ids, run_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_loops import greedy
+from reference_loops import greedy
 
 from mlx_transmuter import generation
 from mlx_transmuter.generation import GenerationError, Token
@@ -38,7 +38,7 @@ OPTIONS = {
 def test_a_ragged_batch_gives_each_row_what_plain_loops_give_it(prompts, options, fake, step):
     options = {**options, "max_new_tokens": 8, "eos_token_id": EOS}
     gen = compile_fake(len(prompts), fake=fake, prefill_step_size=step, token_logprobs=True, **options)
-    _, found = run_to_end(gen, prompts)
+    _, found = run_batch(gen, prompts)
     for prompt, result in zip(prompts, found, strict=True):
         if not prompt:
             assert result.tokens == []
@@ -94,7 +94,7 @@ def test_without_log_probabilities_none_are_told():
 
 def test_the_steps_of_a_batch_are_the_parts_of_its_longest_prompt_and_a_token_each():
     gen = compile_fake(3, max_new_tokens=4)
-    run_to_end(gen, [[3] * 13, [4] * 9, []])
+    run_batch(gen, [[3] * 13, [4] * 9, []])
     (run,) = gen.decoder.sessions
     assert run.max_lengths == [17, 13, 0]
     assert run.steps == [(8, [8, 8, 0]), (4, [4, 1, 0]), (1, [1, 0, 0]), *[(1, [1, 1, 0])] * 3]
@@ -103,7 +103,7 @@ def test_the_steps_of_a_batch_are_the_parts_of_its_longest_prompt_and_a_token_ea
 
 def test_a_finished_row_pads_and_the_others_go_on():
     gen = compile_fake(2, max_new_tokens=9, eos_token_id=[1, 2])
-    _, (first, second) = run_to_end(gen, [[3, 4], [7]])
+    _, (first, second) = run_batch(gen, [[3, 4], [7]])
     assert len(first.tokens) != len(second.tokens)
     assert (first.finish_reason, second.finish_reason) == ("stop", "stop")
     short, long = sorted((len(first.tokens), len(second.tokens)))
@@ -112,7 +112,7 @@ def test_a_finished_row_pads_and_the_others_go_on():
 
 def test_groups_run_one_after_the_other_with_the_others_as_padding():
     gen = compile_fake(4, fake={"by_length": True}, max_new_tokens=3)
-    steps, _ = run_to_end(gen, [[3, 4], [5], [6, 7], []])
+    steps, _ = run_batch(gen, [[3, 4], [5], [6, 7], []])
     first, second = gen.decoder.sessions
     assert [counts for _, counts in first.steps] == [[0, 1, 0, 0]] * 3
     assert [counts for _, counts in second.steps] == [[2, 0, 2, 0], [1, 0, 1, 0], [1, 0, 1, 0]]
@@ -126,7 +126,7 @@ def test_groups_run_one_after_the_other_with_the_others_as_padding():
 
 def test_each_step_is_evaluated_once():
     gen = compile_fake(2, max_new_tokens=6)
-    run_to_end(gen, [[3] * 6, [4]])
+    run_batch(gen, [[3] * 6, [4]])
     assert gen.decoder.sessions[0].evaluate_waits == [True] * (2 + 6)
 
 
@@ -134,7 +134,7 @@ def test_each_step_is_evaluated_once():
 def test_running_ahead_wastes_at_most_one_step(options):
     behind, ahead = compile_fake(2, **options), compile_fake(2, fake={"runs_ahead": True}, **options)
     prompts = [[3, 4], [5]]
-    assert run_to_end(behind, prompts)[1] == run_to_end(ahead, prompts)[1]
+    assert run_batch(behind, prompts)[1] == run_batch(ahead, prompts)[1]
     plain, fast = behind.decoder.sessions[0], ahead.decoder.sessions[0]
     assert 0 <= len(fast.steps) - len(plain.steps) <= 1
     assert not any(fast.evaluate_waits[2:])
@@ -168,7 +168,7 @@ def test_stop_ends_a_row_and_its_token_stays(fake):
         heard.append(list(tokens))
         return len(tokens) == 3
 
-    _, (first, second) = run_to_end(gen, [[3], [4]], stop=[stop, None])
+    _, (first, second) = run_batch(gen, [[3], [4]], stop=[stop, None])
     assert (len(first.tokens), first.finish_reason) == (3, "stop")
     assert (len(second.tokens), second.finish_reason) == (8, "length")
     assert heard == [[token.id for token in first.tokens][: n + 1] for n in range(3)]
@@ -178,7 +178,7 @@ def test_stop_strings_need_someone_who_decodes():
     gen = compile_fake(1, max_new_tokens=3, stop_strings="end")
     with pytest.raises(GenerationError, match="stop_strings"):
         generation.generate_steps(gen, [[3]], [0])
-    run_to_end(gen, [[3]], stop=[lambda tokens: False])
+    run_batch(gen, [[3]], stop=[lambda tokens: False])
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}])
@@ -194,7 +194,7 @@ def test_cancel_from_another_thread_ends_the_run(options):
     gen = compile_fake(1, max_new_tokens=500, processors=[(state, lambda logits, _: logits)], **options)
     other = threading.Thread(target=lambda: (reached.wait(10), cancel.set()))
     other.start()
-    _, (result,) = run_to_end(gen, [[3]], cancel_event=cancel)
+    _, (result,) = run_batch(gen, [[3]], cancel_event=cancel)
     other.join()
     assert result.finish_reason == "cancelled"
     assert 3 <= len(result.tokens) <= 4
@@ -206,7 +206,7 @@ def test_a_cancelled_run_takes_no_more_of_the_prompt():
     cancel.set()
     for options in ({}, {"num_beams": 2}):
         gen = compile_fake(1, max_new_tokens=5, **options)
-        _, (result,) = run_to_end(gen, [[3, 4]], cancel_event=cancel)
+        _, (result,) = run_batch(gen, [[3, 4]], cancel_event=cancel)
         assert (result.tokens, result.finish_reason) == ([], "cancelled")
         assert gen.decoder.sessions[0].steps == []
 
@@ -253,7 +253,7 @@ def test_logits_do_not_outlive_their_step():
         return run
 
     gen.decoder.begin_session = watched
-    run_to_end(gen, [[3] * 29, [4]])
+    run_batch(gen, [[3] * 29, [4]])
     assert len(alive) == 4 + 5
     assert most <= 1
 
@@ -261,7 +261,7 @@ def test_logits_do_not_outlive_their_step():
 def test_the_context_ends_at_the_last_position():
     """A token needs a position only to be read: the last one is told all the same."""
     gen = compile_fake(2, fake={"max_positions": 6}, max_new_tokens=50)
-    _, (first, second) = run_to_end(gen, [[3, 4, 5, 6], [3] * 6])
+    _, (first, second) = run_batch(gen, [[3, 4, 5, 6], [3] * 6])
     assert (len(first.tokens), first.finish_reason) == (3, "length")
     assert (len(second.tokens), second.finish_reason) == (1, "length")
     assert gen.decoder.sessions[0].max_lengths == [6, 6]
@@ -287,14 +287,14 @@ def test_wrong_prompts_are_an_error_before_anything_runs(prompts, seeds, message
 def test_max_length_counts_the_prompt_of_each_row():
     assert [len(text) for text in generated_ids(2, [[3] * 4, [4]], max_length=9)] == [5, 8]
     gen = compile_fake(1, generation_config={"max_length": 12})
-    assert len(run_to_end(gen, [[3] * 4])[1][0].tokens) == 8
+    assert len(run_batch(gen, [[3] * 4])[1][0].tokens) == 8
     with pytest.raises(GenerationError, match="max_length"):
-        run_to_end(gen, [[3] * 12])
+        run_batch(gen, [[3] * 12])
 
 
 def test_a_batch_of_padding_alone_gives_nothing():
     gen = compile_fake(2, max_new_tokens=5)
-    steps, found = run_to_end(gen, [[], []])
+    steps, found = run_batch(gen, [[], []])
     assert steps == []
     assert [result.tokens for result in found] == [[], []]
     assert gen.decoder.sessions == []
@@ -303,7 +303,7 @@ def test_a_batch_of_padding_alone_gives_nothing():
 def test_inputs_go_to_the_decoder_with_a_row_for_each_beam():
     gen = compile_fake(2, given=["encoder_hidden_states"], num_beams=2, max_new_tokens=2)
     states = mx.arange(2 * 3).reshape(2, 3).astype(mx.float32)
-    run_to_end(gen, [[3], [4]], inputs={"encoder_hidden_states": states})
+    run_batch(gen, [[3], [4]], inputs={"encoder_hidden_states": states})
     given = gen.decoder.sessions[0].extra_inputs["encoder_hidden_states"]
     assert given.tolist() == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
 
@@ -319,7 +319,7 @@ def test_inputs_that_the_context_does_not_name_are_an_error(inputs):
 
 def test_positions_of_a_task_go_with_every_step():
     gen = compile_fake(2, max_new_tokens=3)
-    run_to_end(gen, [[3, 4, 5], [6]], inputs={"position_ids": [[[0, 4, 4]], []]})
+    run_batch(gen, [[3, 4, 5], [6]], inputs={"position_ids": [[[0, 4, 4]], []]})
     assert [positions.tolist() for positions in gen.decoder.sessions[0].positions] == [
         [[0, 4], [0, 1]],
         [[4], [1]],
@@ -332,7 +332,7 @@ def test_the_encoder_settings_read_the_encoders_tokens():
     options = {"encoder_repetition_penalty": 50.0, "encoder_no_repeat_ngram_size": 2, "max_new_tokens": 6}
     gen = compile_fake(2, config={"is_encoder_decoder": True}, **options)
     source = [[9, 10, 9, 11], [5, 6]]
-    _, found = run_to_end(gen, [[3], [4]], inputs={"encoder_input_ids": source})
+    _, found = run_batch(gen, [[3], [4]], inputs={"encoder_input_ids": source})
     for prompt, tokens, result in zip([[3], [4]], source, found, strict=True):
         expected, _, _ = greedy(lambda tokens: logits_after(tokens, VOCAB), prompt, source=tokens, **options)
         assert [token.id for token in result.tokens] == expected

@@ -333,7 +333,7 @@ def test_what_a_cache_is_not_for_is_refused(loaded):
     next(steps)
     with pytest.raises(CacheError, match="one session at a time"):
         generation.generate(gen, [[5, 6]], [0], prompt_cache=cache)
-    with pytest.raises(GenerationError, match="a run in it"):
+    with pytest.raises(GenerationError, match="a run that is not over"):
         cache.clear()
     assert next(steps).token[0] >= 0
     steps.close()

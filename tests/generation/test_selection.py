@@ -6,11 +6,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from fake_decoder import logits_after
-from fake_runs import VOCAB, compile_fake, fake_model, generated_ids, run_to_end
-from plain_loops import log_softmax, process_scores, softmax
+from fake_generation import VOCAB, compile_fake, fake_model, generated_ids, run_batch
+from reference_loops import log_softmax, process_scores, softmax
 
 from mlx_transmuter import generation
 from mlx_transmuter.generation.logits.host_processor_inputs import HostProcessorInputs
+from mlx_transmuter.generation.logits.processor_state import ProcessorInputs
 from mlx_transmuter.generation.logits.token_selection import TokenSelection, row_random_keys
 
 # The 0.999 quantiles of the chi-square distribution by its degrees of freedom.
@@ -29,7 +30,7 @@ def sample_once_per_seed(logits: np.ndarray, seeds: list[int], **options) -> np.
     ctx = generation.context(fake_model(), do_sample=True, **options)
     selection = TokenSelection(ctx.settings, len(logits))
     rows = [[1]] * len(seeds)
-    state, fixed = selection.initial_state(rows, rows, [99] * len(seeds), row_random_keys(seeds, 1))
+    state, fixed = selection.initial_state(ProcessorInputs(rows, rows, [99] * len(seeds), row_random_keys(seeds, 1)))
     packed, _ = selection.select_tokens(mx.array(np.tile(logits, (len(seeds), 1))), state, fixed)
     return np.array(packed)[:, 0]
 
@@ -56,7 +57,7 @@ def test_the_draws_of_one_row_follow_each_other_as_of_other_seeds():
     logits = np.log(np.array([0.5, 0.3, 0.2], np.float32))
     ctx = generation.context(fake_model(), do_sample=True, top_k=0)
     selection = TokenSelection(ctx.settings, 3)
-    state, fixed = selection.initial_state([[1]], [[1]], [99], row_random_keys([11], 1))
+    state, fixed = selection.initial_state(ProcessorInputs([[1]], [[1]], [99], row_random_keys([11], 1)))
     said = []
     for _ in range(3000):
         packed, state = selection.select_tokens(mx.array(logits[None]), state, fixed)
@@ -101,7 +102,9 @@ def test_sampled_beams_draw_without_replacement_from_the_sums():
     count, prompts = 4, 4000
     selection = TokenSelection(ctx.settings, count)
     rows = [[1]] * 2 * prompts
-    state, fixed = selection.initial_state(rows, rows, [99] * 2 * prompts, row_random_keys(range(prompts), 1))
+    state, fixed = selection.initial_state(
+        ProcessorInputs(rows, rows, [99] * 2 * prompts, row_random_keys(range(prompts), 1))
+    )
     scores = mx.array(np.tile(np.array([0, -1e9], np.float32), prompts))
     packed, _ = selection.select_candidates(mx.array(np.tile(logits, (2 * prompts, 1))), state, fixed, scores)
     found = [selection.unpack_candidates(row) for row in np.array(packed)]
@@ -116,18 +119,18 @@ def test_sampled_beams_draw_without_replacement_from_the_sums():
 def test_log_probabilities_are_computed_only_when_asked_for():
     for asked, width in ((False, 1), (True, 2)):
         gen = compile_fake(1, token_logprobs=asked, max_new_tokens=3)
-        state, fixed = gen.selection.initial_state([[1]], [[1]], [4], [])
+        state, fixed = gen.selection.initial_state(ProcessorInputs([[1]], [[1]], [4]))
         packed, _ = gen.selection.select_tokens(mx.zeros((1, VOCAB)), state, fixed)
         assert packed.shape == (1, width)
         assert packed.dtype == mx.int32
-        _, (result,) = run_to_end(gen, [[1]])
+        _, (result,) = run_batch(gen, [[1]])
         assert all((token.logprob is not None) == asked for token in result.tokens)
 
 
 def test_log_probabilities_of_sampling_are_those_of_the_scores_it_draws_from():
     options = {"do_sample": True, "temperature": 0.7, "top_k": 4, "top_p": 0.9, "repetition_penalty": 1.2}
     gen = compile_fake(1, token_logprobs=True, max_new_tokens=10, **options)
-    _, (result,) = run_to_end(gen, [[3, 4]], [9])
+    _, (result,) = run_batch(gen, [[3, 4]], [9])
     new: list[int] = []
     for token in result.tokens:
         scores = process_scores(logits_after([3, 4, *new], VOCAB), [3, 4], new, max_new_tokens=10, **options)
@@ -140,12 +143,13 @@ def test_nothing_of_the_size_of_the_vocabulary_comes_from_the_host():
     options |= {"repetition_penalty": 1.2, "suppress_tokens": [1, 2]}
     ctx, vocab = generation.context(fake_model(), **options), 50_000
     prompts = [[5, 6, 5, 7, 5], [9]]
-    host = HostProcessorInputs(ctx.settings, (), vocab, prompts, prompts)
+    selection = TokenSelection(ctx.settings, vocab)
+    host = HostProcessorInputs(selection, prompts, prompts)
     host.arrays_for([[*prompts[0], 8], [9, 4]])
     arrays = host.arrays_for([[*prompts[0], 8, 5], [9, 4, 9]])
-    assert {name: sorted(np.array(a)[0].tolist()) for name, a in arrays.items()} == {"banned": [6, 7, 8, vocab]}
-    state, fixed = TokenSelection(ctx.settings, vocab).initial_state(prompts, prompts, [9, 9], [])
-    assert {name: array.dtype for name, array in state.items() if array.size >= vocab} == {"seen": mx.bool_}
+    assert {name: sorted(np.array(a)[0].tolist()) for name, a in arrays.items()} == {"banned_ids": [6, 7, 8, vocab]}
+    state, fixed = selection.initial_state(ProcessorInputs(prompts, prompts, [9, 9]))
+    assert {name: array.dtype for name, array in state.items() if array.size >= vocab} == {"seen_tokens": mx.bool_}
     assert fixed == {}
 
 
@@ -153,9 +157,9 @@ def test_nothing_of_the_size_of_the_vocabulary_comes_from_the_host():
 def test_compiled_and_uncompiled_give_the_same(compiling, options):
     options |= {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "token_logprobs": True, "max_new_tokens": 8}
     options |= {"eos_token_id": [0, 1], "bad_words_ids": [[3, 4], [5]], "temperature": 1.5}
-    found = run_to_end(compile_fake(2, **options), [[1, 2, 3], [4]])[1]
+    found = run_batch(compile_fake(2, **options), [[1, 2, 3], [4]])[1]
     mx.disable_compile()
-    plain = run_to_end(compile_fake(2, **options), [[1, 2, 3], [4]])[1]
+    plain = run_batch(compile_fake(2, **options), [[1, 2, 3], [4]])[1]
     assert [[token.id for token in result.tokens] for result in found] == [
         [t.id for t in result.tokens] for result in plain
     ]
@@ -171,6 +175,6 @@ def test_the_choice_is_traced_once_per_shape(compiling):
         return logits + array
 
     gen = compile_fake(2, processors=[(lambda row: np.zeros(1), process)], max_new_tokens=20, repetition_penalty=1.1)
-    run_to_end(gen, [[1, 2, 3], [4]])
-    run_to_end(gen, [[1, 2, 3, 5, 6], [4, 4]])
+    run_batch(gen, [[1, 2, 3], [4]])
+    run_batch(gen, [[1, 2, 3, 5, 6], [4, 4]])
     assert len(traced) == 2  # once for each row

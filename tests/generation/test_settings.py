@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
-from fake_runs import fake_model
+from fake_generation import fake_model
 
 from mlx_transmuter import generation
 from mlx_transmuter.generation import SETTINGS, GenerationError, Settings, max_new_tokens

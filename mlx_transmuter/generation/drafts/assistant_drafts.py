@@ -1,4 +1,4 @@
-"""The guesses of a smaller model, which writes on in a run of its own and is set back where its guesses were wrong."""
+"""Drafts of a smaller model, which decodes in a session of its own and is truncated where its drafts were rejected."""
 
 from __future__ import annotations
 
@@ -6,31 +6,29 @@ import math
 from collections.abc import Mapping
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_transmuter.generation.drafts.draft_tree import DraftTree
 from mlx_transmuter.generation.generation_context import CompiledAssistant
 from mlx_transmuter.generation.logits.processor_state import ProcessorState
+from mlx_transmuter.generation.prefill import prefill_in_chunks
+from mlx_transmuter.generation.prompt_positions import clip_to_positions
 from mlx_transmuter.generation.row import Row
-from mlx_transmuter.generation.row_group import RowGroup, prefill_in_chunks
+from mlx_transmuter.generation.row_group import RowGroup, read_selection
 
 
 class AssistantDrafter:
-    """The guesses for a group of prompts: one path per row.
+    """The drafts of an assistant model for a group of prompts: one path per row.
 
-    The assistant chooses as the model would, with the same processors, state and random keys, from its own logits: so
-    under sampling too a guess is right where the two agree, and an assistant that is the model itself is always right.
+    The assistant selects as the model would, with the same processors, state and random keys, from its own logits. So
+    under sampling too a draft token is accepted where the two agree, and an assistant that is the model itself is
+    always right.
     """
 
     def __init__(self, assistant: CompiledAssistant, group: RowGroup):
         self.assistant, self.group = assistant, group
-        settings = group.batch.settings
-        self.eos_token_ids, self.confidence_threshold = (
-            frozenset(settings.eos_token_id),
-            settings.assistant_confidence_threshold,
-        )
-        positions = assistant.decoder.max_positions
-        self.max_lengths = [min(size, positions or size) for size in group.max_lengths]
+        self.confidence_threshold = group.batch.settings.assistant_confidence_threshold
+        max_positions = assistant.decoder.max_positions
+        self.max_lengths = [clip_to_positions(length, max_positions) for length in group.max_lengths]
         self.session = assistant.decoder.begin_session(self.max_lengths)
 
     def propose(
@@ -41,56 +39,63 @@ class AssistantDrafter:
         state: ProcessorState,
         fixed_state: ProcessorState,
     ) -> dict[int, DraftTree]:
-        """A path of guesses for each row: at most most[r] and deepest[r], none after one that the assistant gave less
-        than assistant_confidence_threshold, and no eos."""
-        trees = {row: DraftTree(text.sequence[-1]) for row, text in rows.items()}
-        # A guess is chosen after the tokens before it were read, and the last one is not read.
-        counts = {
-            row: min(max_nodes[row], max_depths[row], self.max_lengths[row] - len(text.sequence) + 1)
-            for row, text in rows.items()
+        """Returns a path of draft tokens for each row r: at most max_nodes[r] and max_depths[r], no eos, and none after
+        a token to which the assistant gives a probability below assistant_confidence_threshold."""
+        trees = {index: DraftTree(row.sequence[-1]) for index, row in rows.items()}
+        limits = {
+            index: self._draft_limit(index, row, min(max_nodes[index], max_depths[index]))
+            for index, row in rows.items()
         }
-        if self.session.max_step_tokens is not None:  # more could not be taken back
-            counts = {row: min(count, self.session.max_step_tokens - 1) for row, count in counts.items()}
         self._truncate_rejected(rows)
-        going = {row: list(text.sequence) for row, text in rows.items() if counts[row] > 0}
-        logits = self._read_missing_tokens(going) if going else None
-        while logits is not None and going:
-            texts = [going.get(row) for row in self.group.all_rows]
-            packed, state = self.assistant.selection.select_tokens(
-                logits, state, fixed_state | self.group.host_inputs.arrays_for(texts)
-            )
+        drafting = {index: list(row.sequence) for index, row in rows.items() if limits[index] > 0}
+        logits = self._read_missing_tokens(drafting) if drafting else None
+        while logits is not None:
+            arrays = fixed_state | self.group.host_inputs.arrays_for([drafting.get(row) for row in self.group.all_rows])
+            packed, state = self.assistant.selection.select_tokens(logits, state, arrays)
             del logits
-            self.session.evaluate(packed, *state.values())
-            chosen = np.array(packed)
-            for row, text in list(going.items()):
-                token, sure = int(chosen[row, 0]), math.exp(float(chosen[row, 1:].view(np.float32)[0]))
-                if token in self.eos_token_ids or sure < self.confidence_threshold:
-                    del going[row]
+            read = read_selection(self.session, packed, state)
+            for index, sequence in list(drafting.items()):
+                token, logprob = self.assistant.selection.unpack_token(read[index])
+                if not self._is_drafted(rows[index], token, logprob):
+                    del drafting[index]
                     continue
-                trees[row].add(len(trees[row]) - 1, token)
-                text.append(token)
-                if len(trees[row]) > counts[row]:
-                    del going[row]
-            logits = (
-                self.session.step(chosen[:, :1], [int(row in going) for row in self.group.all_rows]) if going else None
-            )
+                trees[index].add(len(trees[index]) - 1, token)
+                sequence.append(token)
+                if len(trees[index]) > limits[index]:
+                    del drafting[index]
+            if not drafting:
+                break
+            logits = self.session.step(read[:, :1], [int(row in drafting) for row in self.group.all_rows])
         return trees
 
     def close(self) -> None:
-        """Gives the run's memory back."""
+        """Frees the memory of the session."""
         self.session.close()
 
+    def _draft_limit(self, index: int, row: Row, limit: int) -> int:
+        """Returns how many tokens to draft for a row: at most `limit`, and as the session allows."""
+        # A token is drafted after those before it are read, and the last one is not read.
+        limit = min(limit, self.max_lengths[index] - len(row.sequence) + 1)
+        if self.session.max_step_tokens is None:
+            return limit
+        return min(limit, self.session.max_step_tokens - 1)  # more could not be truncated again
+
+    def _is_drafted(self, row: Row, token: int, logprob: float | None) -> bool:
+        assert logprob is not None  # the assistant's selection computes them
+        return not row.stop_rules.is_eos(token) and math.exp(logprob) >= self.confidence_threshold
+
     def _truncate_rejected(self, rows: Mapping[int, Row]) -> None:
-        """Drops what the run has of wrong guesses. A text's last token is the model's own choice, so that what the run
-        has beyond the token before it is wrong or not needed."""
+        """Drops the rejected drafts that the session has read. A row's last token is the model's own, so that whatever
+        the session has beyond the token before it is rejected or not needed."""
         lengths = self.session.lengths.tolist()
-        for row, text in rows.items():
-            lengths[row] = min(lengths[row], len(text.sequence) - 1)
+        for index, row in rows.items():
+            lengths[index] = min(lengths[index], len(row.sequence) - 1)
         self.session.truncate(lengths)
 
     def _read_missing_tokens(self, sequences: Mapping[int, list[int]]) -> mx.array | None:
-        """The logits [rows, vocab] after the texts, of which the run reads what it lacks: at first the prompts, then
-        the last token, and the last guess where all were right. None if the run was cancelled."""
-        batch, lengths = self.group.batch, self.session.lengths.tolist()
-        lacking = {row: text[lengths[row] :] for row, text in sequences.items()}
-        return prefill_in_chunks(self.session, self.session.step, lacking, batch)
+        """Returns the logits [rows, vocab] after the sequences, of which the session reads what it lacks: at first the
+        prompts, then the last token, and the last draft token where all were accepted. None if the run was
+        cancelled."""
+        lengths = self.session.lengths.tolist()
+        missing = {index: sequence[lengths[index] :] for index, sequence in sequences.items()}
+        return prefill_in_chunks(self.session, self.session.step, missing, self.group.batch)

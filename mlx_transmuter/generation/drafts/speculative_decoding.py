@@ -1,126 +1,144 @@
-"""Speculative decoding: guesses of several tokens, checked in one pass of the model. Texts are those without it.
+"""Speculative decoding: drafts of several tokens per row are verified in one pass of the model.
 
-The guesses come from the row's own text (prompt lookup, Saxena 2023) or from a smaller model (Leviathan et al. 2023).
-A guess is kept while it equals the token that plain decoding chooses there, from the true logits, the processors' state
-and the row's random key: so tokens and log-probabilities are those of plain decoding with the same seed, greedy and
-sampled, and not only drawn from the same distribution. What stays is rounding: the model sums in another order when it
-runs several tokens at once, so logits within rounding of a tie may fall the other way.
+The drafts come from the row's own sequence (prompt lookup, Saxena 2023) or from a smaller model (Leviathan et al.
+2023). Tokens and log-probabilities are those of plain decoding with the same seed, greedy and sampled (see
+draft_acceptance). The one difference is rounding: the model sums in another order when it runs several tokens at once,
+so logits within rounding of a tie may fall the other way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter.generation.batch import StepOutput
 from mlx_transmuter.generation.drafts.assistant_drafts import AssistantDrafter
+from mlx_transmuter.generation.drafts.draft_acceptance import accepted_path, next_draft_limit
 from mlx_transmuter.generation.drafts.draft_tree import DraftCounts, DraftTree, padded_node_count, stack_trees
 from mlx_transmuter.generation.drafts.prompt_lookup import PromptLookupDrafter
 from mlx_transmuter.generation.logits.processor_state import ProcessorState
 from mlx_transmuter.generation.logits.token_selection import row_random_keys
 from mlx_transmuter.generation.row import Row
-from mlx_transmuter.generation.row_group import RowGroup
+from mlx_transmuter.generation.row_group import RowGroup, read_selection
+
+Drafter = AssistantDrafter | PromptLookupDrafter
 
 
 def decode_speculatively(group: RowGroup) -> Generator[StepOutput, None, None]:
-    """Greedy choice and sampling, several tokens per row and pass; each pass is evaluated once. Steps hold one token of
-    a row, as without guesses."""
-    rows = group.make_rows()
-    for text in rows.values():
-        text.draft_counts = DraftCounts()
-    guessing = _make_drafter(group)
+    """Greedy choice and sampling, several tokens per row and pass; each pass is evaluated once. Each StepOutput has one
+    token of a row, as without drafts."""
+    decoding = SpeculativeDecoding(group)
     try:
-        yield from _decode_passes(group, rows, guessing)
+        yield from decoding.steps()
     finally:
-        guessing.close()
-    for row, text in rows.items():
-        group.batch.results[row] = text.to_result()
+        decoding.drafter.close()
+    for index, row in decoding.rows.items():
+        group.batch.results[index] = row.to_result()
 
 
-def _make_drafter(group: RowGroup) -> AssistantDrafter | PromptLookupDrafter:
-    settings, assistant = group.batch.settings, group.batch.compiled.assistant
+def _make_drafter(group: RowGroup) -> Drafter:
+    assistant = group.batch.compiled.assistant
     if assistant is not None:
         return AssistantDrafter(assistant, group)
-    return PromptLookupDrafter(settings.max_matching_ngram_size, settings.eos_token_id)
+    return PromptLookupDrafter(group.batch.settings.max_matching_ngram_size)
 
 
-def _decode_passes(
-    group: RowGroup, rows: Mapping[int, Row], drafter: AssistantDrafter | PromptLookupDrafter
-) -> Generator[StepOutput, None, None]:
-    batch, selection, largest = group.batch, group.selection, group.session.max_step_tokens
-    guesses = min(batch.compiled.max_draft_tokens, largest - 1) if largest else batch.compiled.max_draft_tokens
-    logits = group.prefill()
-    if logits is None:
-        return
-    state, fixed = group.initial_state(
-        row_random_keys(batch.seeds, group.rows_per_prompt) if batch.settings.do_sample else []
-    )
-    texts = [rows[row].sequence if row in rows else None for row in group.all_rows]
-    packed, state = selection.select_tokens(logits, state, fixed | group.host_inputs.arrays_for(texts))
-    del logits
-    group.session.evaluate(packed, *state.values())
-    first = np.array(packed)
-    chosen = {row: first[row : row + 1] for row in rows}
-    most = dict.fromkeys(rows, guesses)
-    while True:
-        for place in range(max(map(len, chosen.values()))):
-            here = {row: tokens[place] for row, tokens in chosen.items() if place < len(tokens)}
-            yield batch.append_tokens(rows, {row: _unpack_token(values) for row, values in here.items()})
-            if batch.cancelled:
-                return
-        live = {row: text for row, text in rows.items() if text.is_live}
+class SpeculativeDecoding:
+    """The rows of a group, the state of their processors, their drafter, and how many tokens to draft for each row."""
+
+    def __init__(self, group: RowGroup):
+        batch, max_step_tokens = group.batch, group.session.max_step_tokens
+        self.group = group
+        self.rows = group.make_rows()
+        for row in self.rows.values():
+            row.draft_counts = DraftCounts()
+        self.max_draft_tokens = batch.compiled.max_draft_tokens
+        if max_step_tokens:
+            self.max_draft_tokens = min(self.max_draft_tokens, max_step_tokens - 1)
+        self.draft_limits = dict.fromkeys(self.rows, self.max_draft_tokens)
+        keys = row_random_keys(batch.seeds, group.rows_per_prompt) if batch.settings.do_sample else []
+        self.state, self.fixed = group.initial_state(keys)
+        self.drafter = _make_drafter(group)
+
+    def steps(self) -> Generator[StepOutput, None, None]:
+        """Yields the steps until every row has ended or the run is cancelled."""
+        selected = self._select_first_tokens()
+        while selected:
+            for place in range(max(map(len, selected.values()))):
+                yield self._append_tokens({row: read[place] for row, read in selected.items() if place < len(read)})
+                if self.group.batch.cancelled:
+                    return
+            selected = self._run_pass({index: row for index, row in self.rows.items() if row.is_live})
+
+    def _append_tokens(self, packed: Mapping[int, np.ndarray]) -> StepOutput:
+        unpack = self.group.selection.unpack_token
+        return self.group.batch.append_tokens(self.rows, {row: unpack(values) for row, values in packed.items()})
+
+    def _select_first_tokens(self) -> dict[int, np.ndarray]:
+        """Returns the first new token of each row, packed int32 [1, 1 or 2]; {} if the run was cancelled."""
+        logits = self.group.prefill()
+        if logits is None:
+            return {}
+        sequences = [self.rows[row].sequence if row in self.rows else None for row in self.group.all_rows]
+        read, self.state = self.group.select_and_read(logits, self.state, self.fixed, sequences)
+        return {row: read[row : row + 1] for row in self.rows}
+
+    def _run_pass(self, live: Mapping[int, Row]) -> dict[int, np.ndarray]:
+        """Drafts, verifies and accepts tokens of the live rows. Returns the tokens of each row, packed int32 [n, 1 or
+        2]: the accepted ones and one after them; {} without a live row."""
         if not live:
-            return
-        # The last token of a text is no one's guess, for nothing follows it.
-        deepest = {row: text.remaining_tokens - 1 for row, text in live.items()}
-        trees = drafter.propose(live, most, deepest, state, fixed)
-        nodes = padded_node_count(max(map(len, trees.values())), guesses)
-        depth = padded_node_count(max(tree.longest_path_length for tree in trees.values()), guesses)
-        tokens, parents, depths, sees = stack_trees(trees, len(group.all_rows), nodes)
-        given = _host_arrays_per_node(group, trees, live, nodes)
-        logits = group.verify_drafts(tokens, sees, depths)
-        packed, state = selection.select_along_tree(
-            logits, state, fixed, given, mx.array(tokens), mx.array(parents), depth
-        )
+            return {}
+        # The last token of a row is not drafted, for nothing follows it.
+        max_depths = {index: row.remaining_tokens - 1 for index, row in live.items()}
+        trees = self.drafter.propose(live, self.draft_limits, max_depths, self.state, self.fixed)
+        return self._accept(live, trees, self._verify(live, trees))
+
+    def _verify(self, live: Mapping[int, Row], trees: Mapping[int, DraftTree]) -> np.ndarray:
+        """Runs the model over the trees and returns the selected tokens along each, packed int32 [rows, depth, 1 or
+        2]."""
+        group, limit = self.group, self.max_draft_tokens
+        nodes = padded_node_count(max(map(len, trees.values())), limit)
+        depth = padded_node_count(max(tree.longest_path_length for tree in trees.values()), limit)
+        drafts = stack_trees(trees, len(group.all_rows), nodes)
+        arrays = self.fixed | _host_arrays_per_node(group, trees, live, nodes)
+        logits = group.verify_drafts(drafts)
+        selection = group.batch.compiled.draft_selection
+        packed, self.state = selection.select_along_tree(logits, self.state, arrays, drafts, depth)
         del logits
-        group.session.evaluate(packed, *state.values())
-        read = np.array(packed)
-        paths: list[list[int]] = [[] for _ in group.all_rows]
-        for row, tree in trees.items():
-            paths[row] = path = tree.accepted_path(read[row, :, 0].tolist())
-            chosen[row] = read[row, : len(path)]
-            live[row].draft_counts = (live[row].draft_counts or DraftCounts()).with_pass(len(tree) - 1, len(path) - 1)
-            if batch.settings.num_assistant_tokens_schedule != "constant" and len(tree) > 1:
-                most[row] = (
-                    min(most[row] + 2, guesses) if len(path) == tree.longest_path_length else max(most[row] - 1, 1)
+        return read_selection(group.session, packed, self.state)
+
+    def _accept(
+        self, live: Mapping[int, Row], trees: Mapping[int, DraftTree], read: np.ndarray
+    ) -> dict[int, np.ndarray]:
+        schedule = self.group.batch.settings.num_assistant_tokens_schedule
+        paths: list[list[int]] = [[] for _ in self.group.all_rows]
+        for index, tree in trees.items():
+            paths[index] = path = accepted_path(tree, read[index, :, 0].tolist())
+            counts = live[index].draft_counts or DraftCounts()
+            live[index].draft_counts = counts.with_pass(len(tree) - 1, len(path) - 1)
+            if len(tree) > 1:
+                all_accepted = len(path) == tree.longest_path_length
+                self.draft_limits[index] = next_draft_limit(
+                    schedule, self.draft_limits[index], self.max_draft_tokens, all_accepted
                 )
-        chosen = {row: chosen[row] for row in trees}
-        group.accept_drafts(paths)
+        self.group.accept_drafts(paths)
+        return {index: read[index, : len(paths[index])] for index in trees}
 
 
 def _host_arrays_per_node(
     group: RowGroup, trees: Mapping[int, DraftTree], rows: Mapping[int, Row], nodes: int
 ) -> ProcessorState:
-    """What the host gives the processors after each node, arrays [rows, nodes, ...].
+    """Returns the host's arrays for the processors after each node, [rows, nodes, ...].
 
-    A processor of a task so sees texts that the guesses would make, and not only those that come true.
+    So a task's processor sees sequences with draft tokens, and not only those that are accepted.
     """
     if not group.selection.host_names:
         return {}
-    texts: list[list[int] | None] = []
-    for row in group.all_rows:
-        tree = trees.get(row)
-        known = [] if tree is None else [tree.tokens[node] for node in range(len(tree))]
-        found = [] if tree is None else [
-            rows[row].sequence + [known[step] for step in tree.path_to(node)[1:]] for node in range(len(tree))
-        ]  # fmt: skip
-        texts += [*found, *[None] * (nodes - len(found))]
-    arrays = group.host_inputs.arrays_for(texts, [row for row in group.all_rows for _ in range(nodes)])
+    sequences: list[list[int] | None] = []
+    for index in group.all_rows:
+        tree = trees.get(index)
+        drafted = [] if tree is None else [rows[index].sequence + tree.tokens_to(node) for node in range(len(tree))]
+        sequences += [*drafted, *[None] * (nodes - len(drafted))]
+    arrays = group.host_inputs.arrays_for(sequences, [row for row in group.all_rows for _ in range(nodes)])
     return {name: array.reshape(len(group.all_rows), nodes, *array.shape[1:]) for name, array in arrays.items()}
-
-
-def _unpack_token(values: np.ndarray) -> tuple[int, float | None]:
-    """The token, and its log-probability where it is there, of what the selection packed, int32 [1 or 2]."""
-    return int(values[0]), float(values[1:].view(np.float32)[0]) if len(values) > 1 else None

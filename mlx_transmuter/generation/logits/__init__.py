@@ -1,1 +1,1 @@
-"""From logits to tokens: processors, sampling warpers, and the selection that runs them in one compiled call."""
+"""The selection of tokens: logits processors, sampling settings, and the compiled step over them."""

@@ -1,4 +1,4 @@
-"""Which tokens would repeat an n-gram: an index per prompt, looked up and grown by one n-gram for each token."""
+"""The tokens that would repeat an n-gram, from an index per prompt that grows by one n-gram with each new token."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 class NgramBans:
     """The n-grams of a prompt, and those of the rows that continue it.
 
-    Beams share one index. What a row added says that some row had an n-gram ending at a place; it bans its last token
-    in a row only if that row's tokens spell the n-gram at that place. So a fork copies nothing, and a dropped beam
-    leaves nothing to undo.
+    Beams share one index. An n-gram that a row adds is stored with the position at which it ends; it bans its last
+    token in a row only if that row's tokens spell the n-gram at that position. So a fork copies nothing, and a dropped
+    beam leaves nothing to undo.
     """
 
     def __init__(self, size: int, tokens: Sequence[int]):
-        """size: 2 or more. tokens: the prompt that rows begin with, or the encoder's tokens."""
+        """size: n, 2 or more. tokens: the prompt that rows begin with, or the encoder's tokens."""
         self.size = size
         self._prompt_ngrams: dict[tuple[int, ...], set[int]] = defaultdict(set)
         self._row_ngrams: dict[tuple[int, ...], set[tuple[int, int]]] = defaultdict(set)
@@ -24,13 +24,13 @@ class NgramBans:
             self._prompt_ngrams[tuple(start)].add(last)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Adds the n-gram that ends a row's tokens, the prompt counted."""
+        """Adds the n-gram that ends a row's tokens, prompt included."""
         if len(tokens) >= self.size:
             *start, last = tokens[-self.size :]
             self._row_ngrams[tuple(start)].add((last, len(tokens)))
 
     def banned_ids(self, tokens: Sequence[int]) -> set[int]:
-        """The ids that would end, after tokens, an n-gram that the prompt or the row has."""
+        """Returns the ids that would complete, after tokens, an n-gram that the prompt or the row has."""
         if len(tokens) < self.size - 1:
             return set()
         start = tuple(tokens[len(tokens) - self.size + 1 :])

@@ -1,95 +1,111 @@
-"""What the processors know of the rows, on the device: nothing of vocabulary size crosses from the host.
+"""The state of the logits processors: what they read of the rows, on the device. Nothing of vocabulary size crosses
+from the host.
 
-A State is a dict of arrays, one entry per row. The compiled selection moves it on with each new token; beam search
-first takes each row from its parent.
+A ProcessorState is a dict of arrays, one entry per row. The compiled selection advances it with each new token; beam
+search first gathers each row from its parent.
 
-- `length` int32 [rows]: tokens of the row, its prompt counted
-- `seen` bool [rows, vocab]: the tokens that the row has
-- `recent` int32 [rows, n]: its last tokens, the newest last, -1 before the first
-- `keys` uint32 [rows, 2]: the key of each row's sampling
+- `length` int32 [rows]: the tokens of the row, prompt included
+- `seen_tokens` bool [rows, vocab]: the tokens that the row has
+- `recent_tokens` int32 [rows, n]: its last tokens, the newest last, NO_TOKEN before the first
+- `random_keys` uint32 [rows, 2]: the key of each row's sampling
 
-Fixed from the prompt on: `start` int32 [rows], tokens of the prompt; `end` int32 [rows], its max_length; `source` bool
-[rows, vocab], the tokens of the encoder or of the prompt. Given anew by the host for each token: `banned` int32 [rows,
-n], ids to remove, filled up with the size of the vocabulary; `custom`, one array per processor of the task.
+Fixed from the prompt on: `prompt_length` int32 [rows]; `max_length` int32 [rows]; `encoder_tokens` bool [rows, vocab],
+the tokens of the encoder or of the prompt. Computed by the host before each token: `banned_ids` int32 [rows, n], the
+ids to remove, padded with the size of the vocabulary; `custom.<i>`, one array per processor of the task.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 ProcessorState = dict[str, mx.array]
 
-FIXED_NAMES = ("start", "end", "source")
+FIXED_NAMES = ("prompt_length", "max_length", "encoder_tokens")
 NO_TOKEN = -1
 
 
+class ProcessorInputs(NamedTuple):
+    """What the processors' state is built from, one entry per row.
+
+    encoder_input_ids: the tokens that the encoder_ settings read. requested_max_lengths: max_length of the settings.
+    keys: of sampling, per row, or per prompt under beam search; empty without sampling.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    encoder_input_ids: Sequence[Sequence[int]]
+    requested_max_lengths: Sequence[int]
+    keys: Sequence[mx.array] = ()
+
+
 def build_state(
-    state_names: Iterable[str],
-    prompts: Sequence[Sequence[int]],
-    encoder_input_ids: Sequence[Sequence[int]],
-    requested_max_lengths: Sequence[int],
-    keys: Sequence[mx.array],
-    vocab_size: int,
-    recent_count: int,
+    state_names: Iterable[str], inputs: ProcessorInputs, vocab_size: int, recent_count: int
 ) -> ProcessorState:
-    """The arrays named in reads, for rows of prompt tokens; ends are their max_length, seeds their keys."""
-    lengths = [len(row) for row in prompts]
-    makers = {
+    """Returns the arrays named in state_names after the prompts; recent_count is the n of `recent_tokens`."""
+    lengths = [len(prompt) for prompt in inputs.prompts]
+    recent = [prompt[-recent_count:] if recent_count else [] for prompt in inputs.prompts]
+    builders = {
         "length": lambda: mx.array(lengths, dtype=mx.int32),
-        "start": lambda: mx.array(lengths, dtype=mx.int32),
-        "end": lambda: mx.array(list(requested_max_lengths), dtype=mx.int32),
-        "seen": lambda: token_mask(prompts, vocab_size),
-        "source": lambda: token_mask(encoder_input_ids, vocab_size),
-        "recent": lambda: mx.array([_last_tokens(row, recent_count) for row in prompts], dtype=mx.int32),
-        "keys": lambda: mx.stack(list(keys)),
+        "prompt_length": lambda: mx.array(lengths, dtype=mx.int32),
+        "max_length": lambda: mx.array(list(inputs.requested_max_lengths), dtype=mx.int32),
+        "seen_tokens": lambda: token_mask(inputs.prompts, vocab_size),
+        "encoder_tokens": lambda: token_mask(inputs.encoder_input_ids, vocab_size),
+        "recent_tokens": lambda: mx.array(pad_left(recent, recent_count, NO_TOKEN)),
+        "random_keys": lambda: mx.stack(list(inputs.keys)),
     }
-    return {name: make() for name, make in makers.items() if name in state_names}
+    return {name: build() for name, build in builders.items() if name in state_names}
 
 
 def advance_state(state: ProcessorState, tokens: mx.array) -> ProcessorState:
-    """The state after one more token of each row, int32 [rows]."""
+    """Returns the state after one more token of each row, int32 [rows]."""
     after = dict(state)
     if "length" in state:
         after["length"] = state["length"] + 1
-    if "seen" in state:
-        after["seen"] = mx.put_along_axis(state["seen"], tokens[:, None], mx.array(True), axis=1)
-    if "recent" in state:
-        after["recent"] = mx.concatenate([state["recent"][:, 1:], tokens[:, None]], axis=1)
+    if "seen_tokens" in state:
+        after["seen_tokens"] = mx.put_along_axis(state["seen_tokens"], tokens[:, None], mx.array(True), axis=1)
+    if "recent_tokens" in state:
+        after["recent_tokens"] = mx.concatenate([state["recent_tokens"][:, 1:], tokens[:, None]], axis=1)
     return after
 
 
 def gather_state(state: ProcessorState, parents: mx.array) -> ProcessorState:
-    """The state in which row r has that of row parents[r], int32 [rows]; keys stay with their row."""
-    return {name: array if name == "keys" else array[parents] for name, array in state.items()}
+    """Returns the state in which row r has that of row parents[r], int32 [rows]; random keys stay with their row."""
+    return {name: array if name == "random_keys" else array[parents] for name, array in state.items()}
 
 
 def token_mask(rows: Sequence[Sequence[int]], vocab_size: int) -> mx.array:
-    """bool [rows, vocab]: which tokens each row holds."""
-    longest = max(map(len, rows), default=0)
-    ids = np.full((len(rows), longest), vocab_size, np.int32)
-    for row, tokens in enumerate(rows):
-        ids[row, : len(tokens)] = tokens
-    return mask_from_ids(mx.array(ids), vocab_size)
+    """Returns bool [rows, vocab]: which tokens each row has. Ids outside the vocabulary count for nothing."""
+    inside = [[token for token in tokens if 0 <= token < vocab_size] for tokens in rows]
+    return mask_from_ids(mx.array(pad_right(inside, max(map(len, inside), default=0), vocab_size)), vocab_size)
 
 
 def mask_from_ids(ids: mx.array, vocab_size: int) -> mx.array:
-    """bool [rows, vocab] from ids int32 [rows, n]; an id of vocab stands for none."""
-    sets = mx.zeros((ids.shape[0], vocab_size + 1), dtype=mx.bool_)
-    return mx.put_along_axis(sets, ids, mx.array(True), axis=1)[:, :vocab_size]
+    """Returns bool [rows, vocab] from ids int32 [rows, n]; an id of vocab_size is padding."""
+    marks = mx.zeros((ids.shape[0], vocab_size + 1), dtype=mx.bool_)
+    return mx.put_along_axis(marks, ids, mx.array(True), axis=1)[:, :vocab_size]
 
 
-def pad_ids(rows: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:
-    """int32 [rows, n]: lists of ids filled up with vocab; n is a power of two, so that few shapes compile."""
+def pad_to_power_of_two(rows: Sequence[Sequence[int]], padding: int) -> np.ndarray:
+    """Returns the rows padded on the right as int32 [rows, n]; n is a power of two, so that few shapes are compiled."""
     longest = max(map(len, rows), default=0)
-    ids = np.full((len(rows), 1 << max(longest - 1, 0).bit_length()), vocab_size, np.int32)
-    for row, tokens in enumerate(rows):
-        ids[row, : len(tokens)] = tokens
-    return ids
+    return pad_right(rows, 1 << max(longest - 1, 0).bit_length(), padding)
 
 
-def _last_tokens(tokens: Sequence[int], count: int) -> list[int]:
-    kept = list(tokens[-count:]) if count else []
-    return [NO_TOKEN] * (count - len(kept)) + kept
+def pad_right(rows: Sequence[Sequence[int]], length: int, padding: int) -> np.ndarray:
+    """Returns int32 [rows, length]: the rows, with padding after their last token."""
+    return _pad(rows, [0] * len(rows), length, padding)
+
+
+def pad_left(rows: Sequence[Sequence[int]], length: int, padding: int) -> np.ndarray:
+    """Returns int32 [rows, length]: the rows, with padding before their first token."""
+    return _pad(rows, [length - len(tokens) for tokens in rows], length, padding)
+
+
+def _pad(rows: Sequence[Sequence[int]], starts: Sequence[int], length: int, padding: int) -> np.ndarray:
+    padded = np.full((len(rows), length), padding, np.int32)
+    for row, (tokens, start) in enumerate(zip(rows, starts, strict=True)):
+        padded[row, start : start + len(tokens)] = tokens
+    return padded

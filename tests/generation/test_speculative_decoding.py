@@ -10,15 +10,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from fake_runs import PROCESSOR_SETTINGS, VOCAB, compile_fake, run_to_end
+from fake_generation import PROCESSOR_SETTINGS, VOCAB, compile_fake, run_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_transmuter import generation
 from mlx_transmuter.generation import GenerationError, GenerationResult
 from mlx_transmuter.generation.drafts import speculative_decoding
+from mlx_transmuter.generation.drafts.draft_acceptance import DraftSelection
 from mlx_transmuter.generation.drafts.draft_tree import DraftTree
-from mlx_transmuter.generation.logits.token_selection import TokenSelection
 from mlx_transmuter.generation.row import Row
 
 EOS_TOKEN_IDS = [0, 1]
@@ -94,12 +94,12 @@ def test_whatever_is_guessed_texts_are_those_of_plain_decoding(prompts, options,
     }
     fake = {"max_positions": positions}
     seeds = [seed + row for row in range(len(prompts))]
-    _, plain = run_to_end(compile_fake(len(prompts), fake=fake, **options), prompts, seeds)
+    _, plain = run_batch(compile_fake(len(prompts), fake=fake, **options), prompts, seeds)
     gen = compile_fake(len(prompts), fake=fake, prompt_lookup_num_tokens=most, **options)
     texts = {row: [token.id for token in result.tokens] for row, result in enumerate(plain)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speculative_decoding, "_make_drafter", lambda group: OracleDrafter(texts, seed))
-        _, found = run_to_end(gen, prompts, seeds)
+        _, found = run_batch(gen, prompts, seeds)
     assert_same_texts(found, plain)
 
 
@@ -120,9 +120,9 @@ def test_prompt_lookup_gives_the_texts_of_plain_decoding(prompts, options, sampl
         "token_logprobs": True,
     }
     seeds = list(range(len(prompts)))
-    _, plain = run_to_end(compile_fake(len(prompts), fake=SHORT_CONTEXT, **options), prompts, seeds)
+    _, plain = run_batch(compile_fake(len(prompts), fake=SHORT_CONTEXT, **options), prompts, seeds)
     looking = {"prompt_lookup_num_tokens": most, "max_matching_ngram_size": size}
-    _, found = run_to_end(compile_fake(len(prompts), fake=SHORT_CONTEXT, **looking, **options), prompts, seeds)
+    _, found = run_batch(compile_fake(len(prompts), fake=SHORT_CONTEXT, **looking, **options), prompts, seeds)
     assert_same_texts(found, plain)
 
 
@@ -130,15 +130,15 @@ def test_a_text_that_repeats_itself_takes_few_passes_of_few_shapes_and_one_evalu
     options = {"max_new_tokens": 60, "fake": {"memory": 1}, "prompt_lookup_num_tokens": 7, "token_logprobs": True}
     gen = compile_fake(2, **options)
     chosen = []
-    path = gen.selection.select_along_tree
+    path = gen.draft_selection.select_along_tree
 
     def counted(*args):
         packed, state = path(*args)
         chosen.append((packed.dtype, packed.shape[0], packed.shape[2]))
         return packed, state
 
-    gen.selection.select_along_tree = counted
-    _, found = run_to_end(gen, [[3, 4, 5], [6]])
+    gen.draft_selection.select_along_tree = counted
+    _, found = run_batch(gen, [[3, 4, 5], [6]])
     (run,) = gen.decoder.sessions
     passes = len(run.draft_sizes)
     assert len(run.evaluate_waits) == 2 + 1 + passes  # the prompts' two parts, the first tokens, the passes
@@ -156,16 +156,16 @@ def test_a_text_that_repeats_itself_takes_few_passes_of_few_shapes_and_one_evalu
 @pytest.mark.usefixtures("compiling")
 def test_the_choice_along_a_tree_is_compiled_once_per_shape(monkeypatch):
     traced = []
-    walk = TokenSelection._select_along_tree
+    walk = DraftSelection._select_along_tree
 
     def counted(self, logits, *rest):
         traced.append((logits.shape[1], rest[-1]))
         return walk(self, logits, *rest)
 
-    monkeypatch.setattr(TokenSelection, "_select_along_tree", counted)
+    monkeypatch.setattr(DraftSelection, "_select_along_tree", counted)
     gen = compile_fake(2, fake=SHORT_CONTEXT, max_new_tokens=80, prompt_lookup_num_tokens=7, repetition_penalty=1.01)
     for _ in range(2):
-        run_to_end(gen, [[3, 4, 5], [6]])
+        run_batch(gen, [[3, 4, 5], [6]])
     (_, run) = gen.decoder.sessions
     assert len(run.draft_sizes) > len(traced)
     assert len(set(traced)) == len(traced) <= 10
@@ -187,14 +187,14 @@ def test_the_schedule_says_how_many_are_guessed(monkeypatch):
                 node = tree.add(node, token if len(asked[self.schedule]) not in (3, 4) else (token + 1) % VOCAB)
             return {0: tree}
 
-    (plain,) = run_to_end(compile_fake(1, max_new_tokens=40), [[3]])[1]
+    (plain,) = run_batch(compile_fake(1, max_new_tokens=40), [[3]])[1]
     for schedule in ("constant", "heuristic"):
         gen = compile_fake(1, max_new_tokens=40, prompt_lookup_num_tokens=4, num_assistant_tokens_schedule=schedule)
         right = [token.id for token in plain.tokens]
         monkeypatch.setattr(
             speculative_decoding, "_make_drafter", lambda group, right=right, name=schedule: Wrong(name, right)
         )
-        assert_same_texts(run_to_end(gen, [[3]])[1], [plain])
+        assert_same_texts(run_batch(gen, [[3]])[1], [plain])
     assert set(asked["constant"]) == {4}
     assert asked["heuristic"][:7] == [4, 4, 4, 3, 2, 4, 4]
 
@@ -232,7 +232,7 @@ def test_a_stop_in_the_middle_of_a_kept_path_ends_the_row_there(at):
         return len(tokens) == at
 
     gen = compile_fake(2, fake={"memory": 1}, max_new_tokens=30, prompt_lookup_num_tokens=8)
-    _, (first, second) = run_to_end(gen, [[3], [4]], stop=[stop, None])
+    _, (first, second) = run_batch(gen, [[3], [4]], stop=[stop, None])
     assert (len(first.tokens), first.finish_reason) == (at, "stop")
     assert (len(second.tokens), second.finish_reason) == (30, "length")
     assert heard == list(range(1, at + 1))
@@ -251,15 +251,15 @@ def test_cancelling_ends_the_run_after_the_token_at_hand():
     assert (len(result.tokens), result.finish_reason) == (20, "cancelled")
     assert gen.decoder.sessions[0].closed
     gen = compile_fake(1, max_new_tokens=50, prompt_lookup_num_tokens=8)
-    assert run_to_end(gen, [[3]], cancel_event=cancel)[1][0].tokens == []
+    assert run_batch(gen, [[3]], cancel_event=cancel)[1][0].tokens == []
 
 
 def test_groups_of_one_length_guess_too():
     options = {"max_new_tokens": 12, "fake": {"by_length": True, **SHORT_CONTEXT}}
     prompts = [[3, 4], [5], [6, 7], []]
     assert_same_texts(
-        run_to_end(compile_fake(4, prompt_lookup_num_tokens=4, **options), prompts)[1],
-        run_to_end(compile_fake(4, **options), prompts)[1],
+        run_batch(compile_fake(4, prompt_lookup_num_tokens=4, **options), prompts)[1],
+        run_batch(compile_fake(4, **options), prompts)[1],
     )
 
 
@@ -274,4 +274,4 @@ def test_what_cannot_guess_says_so():
 
 
 def test_without_guesses_there_are_no_numbers_of_them():
-    assert run_to_end(compile_fake(1, max_new_tokens=3), [[3]])[1][0].draft_counts is None
+    assert run_batch(compile_fake(1, max_new_tokens=3), [[3]])[1][0].draft_counts is None

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import FIXTURES
-from fake_runs import run_to_end
+from fake_generation import run_batch
 
 from mlx_transmuter import generation
 from mlx_transmuter.generation import SETTINGS
@@ -87,7 +87,7 @@ def test_texts_are_those_of_transformers(name, part, loaded, monkeypatch):
         for some in batch_slices(place):
             prompts = data["prompts"][some]
             gen = decoders.compile(len(prompts), case["settings"], monkeypatch)
-            if problem := describe_difference(case, case["rows"][some], run_to_end(gen, prompts)[1]):
+            if problem := describe_difference(case, case["rows"][some], run_batch(gen, prompts)[1]):
                 failures.append(f"case {place}, prompts {some.start} to {some.stop}: {problem}")
     assert not failures, f"{len(failures)} of {len(data[part])}:\n" + "\n".join(failures[:10])
 

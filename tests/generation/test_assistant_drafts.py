@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_runs import VOCAB, compile_fake, fake_model, run_to_end
+from fake_generation import VOCAB, compile_fake, fake_model, run_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_speculate import EOS_TOKEN_IDS, OPTIONS, PROMPTS, SAMPLING, assert_same_texts
+from test_speculative_decoding import EOS_TOKEN_IDS, OPTIONS, PROMPTS, SAMPLING, assert_same_texts
 
 from mlx_transmuter import generation
 from mlx_transmuter.generation import GenerationError
@@ -38,10 +38,10 @@ def test_texts_are_those_of_plain_decoding(prompts, options, sampling, assistant
         "token_logprobs": True,
     }
     fake, seeds = {"max_positions": positions}, list(range(len(prompts)))
-    _, plain = run_to_end(compile_fake(len(prompts), fake=fake, **options), prompts, seeds)
+    _, plain = run_batch(compile_fake(len(prompts), fake=fake, **options), prompts, seeds)
     guessing = {"num_assistant_tokens": most, "assistant_confidence_threshold": sure}
     gen = compile_fake(len(prompts), fake=fake, assistant=assistant, **guessing, **options)
-    _, found = run_to_end(gen, prompts, seeds)
+    _, found = run_batch(gen, prompts, seeds)
     assert_same_texts(found, plain)
     assert all(run.closed for run in gen.assistant.decoder.sessions)
 
@@ -59,7 +59,7 @@ def test_a_model_that_guesses_for_itself_is_always_right(options, more):
         **options,
         **more,
     )
-    _, found = run_to_end(gen, [[3, 4, 5], [6]], [1, 2])
+    _, found = run_batch(gen, [[3, 4, 5], [6]], [1, 2])
     for result in found:
         assert len(result.tokens) == 21
         assert result.draft_counts == (4, 16, 16)
@@ -74,7 +74,7 @@ def test_what_was_wrong_is_dropped_and_not_read_again():
     gen = compile_fake(
         1, assistant={"salt": 1}, num_assistant_tokens=3, assistant_confidence_threshold=0, max_new_tokens=12
     )
-    _, (result,) = run_to_end(gen, [[3, 4, 5, 6, 7]])
+    _, (result,) = run_batch(gen, [[3, 4, 5, 6, 7]])
     (run,) = gen.assistant.decoder.sessions
     assert result.draft_counts.accepted < 3
     kept = result.draft_counts.accepted
@@ -85,7 +85,7 @@ def test_what_was_wrong_is_dropped_and_not_read_again():
 
 def test_an_assistant_that_is_not_sure_guesses_nothing():
     gen = compile_fake(1, assistant={}, num_assistant_tokens=3, assistant_confidence_threshold=1.0, max_new_tokens=6)
-    _, (result,) = run_to_end(gen, [[3, 4]])
+    _, (result,) = run_batch(gen, [[3, 4]])
     assert (len(result.tokens), result.draft_counts) == (6, (5, 0, 0))
     assert gen.decoder.sessions[0].draft_sizes == [1] * 5
 
@@ -94,11 +94,11 @@ def test_an_assistant_of_few_positions_guesses_as_far_as_they_go():
     gen = compile_fake(
         1, assistant={"max_positions": 8}, num_assistant_tokens=4, assistant_confidence_threshold=0, max_new_tokens=20
     )
-    _, (result,) = run_to_end(gen, [[3, 4]])
+    _, (result,) = run_batch(gen, [[3, 4]])
     assert len(result.tokens) == 20
     assert len(gen.assistant.decoder.sessions[0].tokens[0]) <= 8
     assert result.draft_counts.accepted > 0
-    assert run_to_end(gen, [[3] * 12])[1][0].draft_counts.proposed == 0
+    assert run_batch(gen, [[3] * 12])[1][0].draft_counts.proposed == 0
 
 
 def test_cancelling_while_the_assistant_reads_the_prompt():
@@ -113,7 +113,7 @@ def test_cancelling_while_the_assistant_reads_the_prompt():
         return run
 
     gen.assistant.decoder.begin_session = begun
-    _, (result,) = run_to_end(gen, [[3, 4, 5]], cancel_event=cancel)
+    _, (result,) = run_batch(gen, [[3, 4, 5]], cancel_event=cancel)
     assert result.finish_reason == "cancelled"
     assert all(run.closed for run in (*gen.decoder.sessions, *gen.assistant.decoder.sessions))
 
@@ -135,7 +135,7 @@ def test_processors_of_a_task_see_only_texts():
         return np.zeros(1)
 
     gen = compile_fake(1, assistant={}, num_assistant_tokens=2, max_new_tokens=7, processors=[(state, lambda x, _: x)])
-    _, (result,) = run_to_end(gen, [[3, 4]])
+    _, (result,) = run_batch(gen, [[3, 4]])
     texts = [token.id for token in result.tokens]
     assert all(prompt == [3, 4] for prompt, _ in seen)
     assert all(generated[::-1] == texts[: len(generated)] for _, generated in seen)

@@ -1,4 +1,4 @@
-"""Short ways to run generation over the fake decoder."""
+"""Helpers that run generation over the fake decoder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx_transmuter import generation
 
 VOCAB = 16
 
-# Settings of the processors to draw from: those that a decoder of one token at a time and one that guesses share.
+# Values of the processors' settings to draw from, for plain and for speculative decoding.
 PROCESSOR_SETTINGS = {
     "repetition_penalty": st.sampled_from([0.5, 1.3]),
     "no_repeat_ngram_size": st.integers(1, 3),
@@ -29,7 +29,7 @@ PROCESSOR_SETTINGS = {
 
 
 def fake_model(generation_config: dict | None = None, **config: Any) -> Any:
-    """What a context reads of a model."""
+    """Returns what a context reads of a model."""
     return SimpleNamespace(generation_config=generation_config or {}, config=config, decoder=None)
 
 
@@ -42,33 +42,32 @@ def compile_fake(
     config: dict | None = None,
     **options: Any,
 ):
-    """A context compiled over a new FakeDecoder; fake and assistant: options of the decoder, and of one that guesses."""
+    """Returns a context compiled over a new FakeDecoder.
+
+    fake, assistant: options of the decoder, and of the one of an assistant model.
+    """
     if assistant is not None:
         options["assistant_model"] = fake_model()
     ctx = generation.context(fake_model(generation_config, **(config or {})), **options)
-    decoder, other = (
-        None if given is None else FakeDecoder(batch * ctx.settings.rows_per_prompt, **{"vocab": VOCAB, **given})
-        for given in (fake or {}, assistant)
-    )
-    return generation.compile(ctx, batch, decoder=decoder, assistant_decoder=other)
+    rows = batch * ctx.settings.rows_per_prompt
+    decoder = FakeDecoder(rows, **{"vocab": VOCAB, **(fake or {})})
+    assistant_decoder = None if assistant is None else FakeDecoder(rows, **{"vocab": VOCAB, **assistant})
+    return generation.compile(ctx, batch, decoder=decoder, assistant_decoder=assistant_decoder)
 
 
-def run_to_end(
+def run_batch(
     gen: Any, prompts: list[list[int]], seeds: list[int] | None = None, inputs: dict | None = None, **more: Any
-):
-    """The steps and the results of a run to its end."""
-    steps = generation.generate_steps(gen, prompts, seeds or [0] * len(prompts), inputs, **more)
-    found = []
-    while True:
-        try:
-            found.append(next(steps))
-        except StopIteration as end:
-            return found, end.value
+) -> tuple[list[generation.StepOutput], list[generation.GenerationResult]]:
+    """Returns the steps and the results of a run to its end."""
+    steps: list[generation.StepOutput] = []
+    running = generation.generate_steps(gen, prompts, seeds or [0] * len(prompts), inputs, **more)
+    results = generation.run_to_end(running, steps.append)
+    return steps, results
 
 
 def generated_ids(
     batch: int, prompts: list[list[int]], seeds: list[int] | None = None, **options: Any
 ) -> list[list[int]]:
-    """The ids of each text."""
-    _, found = run_to_end(compile_fake(batch, **options), prompts, seeds)
-    return [[token.id for token in result.tokens] for result in found]
+    """Returns the ids of each result."""
+    _, results = run_batch(compile_fake(batch, **options), prompts, seeds)
+    return [[token.id for token in result.tokens] for result in results]

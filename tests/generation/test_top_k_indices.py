@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_transmuter.generation.logits.sampling_warpers import log_softmax, log_softmax_at
+from mlx_transmuter.generation.logits.scores import log_softmax, log_softmax_at
 from mlx_transmuter.generation.logits.top_k_indices import top_k_indices
 
 

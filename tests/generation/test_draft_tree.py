@@ -1,12 +1,13 @@
-"""Guesses: trees and their arrays, and what prompt lookup proposes, against brute force over the text."""
+"""Draft trees: what they hold, which path of them is accepted, and their arrays."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_transmuter.generation.drafts.draft_acceptance import accepted_path
 from mlx_transmuter.generation.drafts.draft_tree import (
     DraftCounts,
     DraftTree,
@@ -14,19 +15,12 @@ from mlx_transmuter.generation.drafts.draft_tree import (
     padded_node_count,
     stack_trees,
 )
-from mlx_transmuter.generation.drafts.prompt_lookup import (
-    MAX_BRANCHES,
-    MAX_MATCHES,
-    NgramContinuations,
-    PromptLookupDrafter,
-)
-from mlx_transmuter.generation.row import Row
 
 SHORT_SEQUENCES = st.lists(st.integers(0, 3), max_size=30)
 
 
 def paths(tree: DraftTree) -> set[tuple[int, ...]]:
-    return {tuple(tree.tokens[at] for at in tree.path_to(node)[1:]) for node in range(len(tree))}
+    return {tuple(tree.tokens_to(node)) for node in range(len(tree))}
 
 
 @given(st.lists(SHORT_SEQUENCES, max_size=4), st.integers(0, 40))
@@ -41,7 +35,7 @@ def test_a_tree_holds_beginnings_of_the_continuations_each_once(continuations, m
 @given(st.lists(SHORT_SEQUENCES, max_size=3), SHORT_SEQUENCES)
 def test_the_kept_path_is_the_longest_beginning_of_what_was_chosen(continuations, chosen):
     tree = merge_continuations(9, continuations, 100)
-    kept = [tree.tokens[node] for node in tree.accepted_path(chosen)[1:]]
+    kept = [tree.tokens[node] for node in accepted_path(tree, chosen)[1:]]
     longest = max((path for path in paths(tree) if path == tuple(chosen[: len(path)])), key=len)
     assert tuple(kept) == longest
 
@@ -72,45 +66,3 @@ def test_numbers_of_guesses_add_up():
     assert guesses == (3, 8, 5)
     assert guesses.tokens_per_pass == pytest.approx(8 / 3)
     assert DraftCounts().tokens_per_pass == 1
-
-
-def continuations_by_scan(text: list[int], longest: int, most: int) -> list[list[int]]:
-    """The continuations by comparing every place of the text."""
-    for n in range(min(longest, len(text) - 1), 0, -1):
-        ends = [end for end in range(n, len(text)) if text[end - n : end] == text[-n:]][::-1][:MAX_MATCHES]
-        found = []
-        for end in ends:
-            copy = list(text)
-            for place in range(end, end + most):
-                copy.append(copy[place])
-            if copy[len(text) :] not in found:
-                found.append(copy[len(text) :])
-        if found:
-            return found[:MAX_BRANCHES]
-    return []
-
-
-@settings(max_examples=200)
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 4), st.integers(1, 6), st.integers(1, 8))
-def test_continuations_are_those_of_brute_force_as_the_text_grows(text, longest, most, step):
-    index = NgramContinuations(longest)
-    for length in range(1, len(text) + 1, step):
-        assert index.continuations(text[:length], most) == continuations_by_scan(text[:length], longest, most)
-
-
-def test_prompt_lookup_guesses_no_eos_and_no_deeper_than_there_is_room():
-    text = [1, 2, 3, 4, 5, 1, 2]
-    row = Row(text, 10)
-    guessing = PromptLookupDrafter(2, eos=[4])
-    (tree,) = guessing.propose({0: row}, {0: 5}, {0: 9}).values()
-    assert tree.tokens == [2, 3]
-    (tree,) = PromptLookupDrafter(2, eos=[]).propose({0: row}, {0: 5}, {0: 2}).values()
-    assert tree.tokens == [2, 3, 4]
-    (tree,) = PromptLookupDrafter(2, eos=[]).propose({0: row}, {0: 5}, {0: 0}).values()
-    assert tree.tokens == [2]
-
-
-def test_matches_that_differ_make_a_tree():
-    row = Row([1, 2, 3, 1, 2, 4, 1, 2], 10)
-    (tree,) = PromptLookupDrafter(2, eos=[]).propose({0: row}, {0: 5}, {0: 9}).values()
-    assert paths(tree) == {(), (4,), (3,), (4, 1), (3, 1), (4, 1, 2)}

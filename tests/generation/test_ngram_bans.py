@@ -6,7 +6,7 @@ import random
 
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_loops import ends_with, ngrams
+from reference_loops import ends_with, ngrams
 
 from mlx_transmuter.generation.logits.ngram_bans import NgramBans
 

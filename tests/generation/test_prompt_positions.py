@@ -1,31 +1,12 @@
-"""Prompt parts, positions and rows."""
+"""The positions that a task gives for its prompts, and those of the tokens after them."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mlx_transmuter.generation import GenerationError
-from mlx_transmuter.generation.row import PromptPositions
-from mlx_transmuter.runtime.prefill_schedule import prefill_chunks
-
-
-def test_a_prompt_of_45_runs_as_32_8_4_and_1():
-    assert prefill_chunks(45) == [32, 8, 4, 1]
-    assert prefill_chunks(45, 16) == [16, 16, 8, 4, 1]
-    assert prefill_chunks(45, 20) == [16, 16, 8, 4, 1]
-    assert prefill_chunks(3, 1) == [1, 1, 1]
-    assert prefill_chunks(0) == []
-
-
-@given(st.integers(1, 5000), st.one_of(st.none(), st.integers(1, 600)))
-def test_parts_are_powers_of_two_that_fall_and_add_up(length, most):
-    parts = prefill_chunks(length, most)
-    assert sum(parts) == length
-    assert all(part & (part - 1) == 0 and part <= (most or length) for part in parts)
-    assert parts == sorted(parts, reverse=True)
+from mlx_transmuter.generation.prompt_positions import PromptPositions
 
 
 def test_positions_go_on_from_the_largest_of_the_prompt():

@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fake_decoder import logits_after
-from fake_runs import VOCAB, compile_fake, run_to_end
+from fake_generation import VOCAB, compile_fake, run_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_loops import score_all_sequences
+from reference_loops import score_all_sequences
 
 from mlx_transmuter.generation.beam_hypotheses import BeamHypotheses
-from mlx_transmuter.generation.settings import resolve_settings as checked
+from mlx_transmuter.generation.logits.token_selection import BeamCandidates
+from mlx_transmuter.generation.settings import resolve_settings
+from mlx_transmuter.generation.stop_rules import StopRules
 
 
 def as_tuples(found) -> list[tuple[list[int], str, float]]:
@@ -31,7 +33,7 @@ def test_beams_as_wide_as_the_tree_find_the_best_of_all_texts(prompt, salt, pena
     options = {"max_new_tokens": 3, "eos_token_id": 2, "length_penalty": penalty, **extra}
     best = score_all_sequences(lambda tokens: logits_after(tokens, 3, salt), prompt, 3, **options)
     gen = compile_fake(1, fake={"vocab": 3, "salt": salt}, num_beams=9, early_stopping="never", **options)
-    (found,) = as_tuples(run_to_end(gen, [prompt])[1])
+    (found,) = as_tuples(run_batch(gen, [prompt])[1])
     score, text = best[0]
     # With a penalty of at most 0 the rule of `_check_early_stop_heuristic` may stop before the best text.
     if penalty > 0:
@@ -43,7 +45,7 @@ def test_beams_as_wide_as_the_tree_find_the_best_of_all_texts(prompt, salt, pena
 
 def test_several_texts_come_the_best_first_and_are_different():
     gen = compile_fake(2, num_beams=4, num_return_sequences=3, max_new_tokens=6, eos_token_id=[0, 1])
-    found = as_tuples(run_to_end(gen, [[3, 4], [5]])[1])
+    found = as_tuples(run_batch(gen, [[3, 4], [5]])[1])
     assert len(found) == 6
     for prompt in (found[:3], found[3:]):
         assert [score for _, _, score in prompt] == sorted((score for _, _, score in prompt), reverse=True)
@@ -62,14 +64,14 @@ def test_prompts_of_different_lengths_are_the_same_alone(early, by_length):
         "token_logprobs": True,
     }
     options |= {"no_repeat_ngram_size": 2, "repetition_penalty": 1.2}
-    together = run_to_end(compile_fake(5, fake={"by_length": by_length}, **options), prompts)[1]
-    alone = [run_to_end(compile_fake(1, **options), [prompt])[1][0] for prompt in prompts]
+    together = run_batch(compile_fake(5, fake={"by_length": by_length}, **options), prompts)[1]
+    alone = [run_batch(compile_fake(1, **options), [prompt])[1][0] for prompt in prompts]
     assert together == alone
 
 
 def test_a_prompt_runs_once_and_its_beams_fork_without_copies():
     gen = compile_fake(2, num_beams=3, max_new_tokens=6)
-    run_to_end(gen, [[3] * 13, [4, 5]])
+    run_batch(gen, [[3] * 13, [4, 5]])
     (run,) = gen.decoder.sessions
     assert run.paged
     assert run.copied_slots == 0
@@ -80,7 +82,7 @@ def test_a_prompt_runs_once_and_its_beams_fork_without_copies():
 
 def test_a_stopped_prompt_pads_until_all_stop():
     gen = compile_fake(2, num_beams=2, max_new_tokens=12, eos_token_id=[0, 1, 2, 3, 4], early_stopping=True)
-    run_to_end(gen, [[5, 6], [6, 7, 9]])
+    run_batch(gen, [[5, 6], [6, 7, 9]])
     counts = [counts for _, counts in gen.decoder.sessions[0].steps[2:]]
     assert [1, 1, 0, 0] in counts or [0, 0, 1, 1] in counts
     assert all(counts[i] == counts[i + 1] for counts in counts for i in (0, 2))
@@ -88,10 +90,10 @@ def test_a_stopped_prompt_pads_until_all_stop():
 
 def test_a_text_ends_at_the_limit_or_at_an_eos():
     gen = compile_fake(1, num_beams=2, max_new_tokens=3)
-    ((tokens, reason, _),) = as_tuples(run_to_end(gen, [[3]])[1])
+    ((tokens, reason, _),) = as_tuples(run_batch(gen, [[3]])[1])
     assert (len(tokens), reason) == (3, "length")
     gen = compile_fake(1, num_beams=2, max_new_tokens=30, eos_token_id=[0, 1, 2, 3])
-    ((tokens, reason, _),) = as_tuples(run_to_end(gen, [[3]])[1])
+    ((tokens, reason, _),) = as_tuples(run_batch(gen, [[3]])[1])
     assert len(tokens) < 30
     assert reason == "stop"
 
@@ -104,14 +106,14 @@ def test_a_text_that_stop_ends_keeps_its_last_token():
         seen.append(len(tokens))
         return len(tokens) == 4
 
-    ((tokens, reason, _),) = as_tuples(run_to_end(gen, [[3]], stop=[stop])[1])
+    ((tokens, reason, _),) = as_tuples(run_batch(gen, [[3]], stop=[stop])[1])
     assert (len(tokens), reason) == (4, "stop")
     assert set(seen) == {1, 2, 3, 4}
 
 
 def test_steps_tell_the_tokens_of_the_texts():
     gen = compile_fake(3, num_beams=3, max_new_tokens=7, eos_token_id=[0, 1, 2, 3], token_logprobs=True)
-    steps, found = run_to_end(gen, [[3], [], [4, 5]])
+    steps, found = run_batch(gen, [[3], [], [4, 5]])
     for text, result in enumerate(found):
         told = [(int(step.token[text]), float(step.logprob[text])) for step in steps if step.token[text] >= 0]
         assert [token for token, _ in told] == [token.id for token in result.tokens]
@@ -124,44 +126,47 @@ def test_a_removed_token_has_the_smallest_score_and_no_score_goes_below_it():
     """Fewer tokens than beams are left: the search goes on with removed ones, and its sums stay finite."""
     everything = [token for token in range(VOCAB) if token != 5]
     gen = compile_fake(1, num_beams=4, num_return_sequences=4, max_new_tokens=5, suppress_tokens=everything)
-    found = as_tuples(run_to_end(gen, [[3]])[1])
+    found = as_tuples(run_batch(gen, [[3]])[1])
     assert found[0][0] == [5] * 5
     assert all(np.isfinite(score) for _, _, score in found)
 
 
-def candidates(*scores: float, tokens: list[int]) -> tuple[list[int], list[int], np.ndarray, None]:
-    return [0] * len(tokens), tokens, np.array(scores, np.float32), None
+def candidates(*scores: float, tokens: list[int]) -> BeamCandidates:
+    return BeamCandidates([0] * len(tokens), tokens, np.array(scores, np.float32), None)
+
+
+def hypotheses_of_two_beams(**options) -> BeamHypotheses:
+    settings = resolve_settings({}, {"num_beams": 2, "eos_token_id": 0, **options})
+    return BeamHypotheses(settings, 9, StopRules(frozenset(settings.eos_token_id)))
 
 
 @pytest.mark.parametrize(("early", "done"), [(True, True), (False, True), ("never", False)])
 def test_the_stop_rule_of_a_prompt(early, done):
     """Texts of -1 and -1.5 end at once. The best beam has -4: no better now, but -0.44 by token if it got to 9
     tokens."""
-    beams = BeamHypotheses(checked({}, {"num_beams": 2, "eos_token_id": 0, "early_stopping": early}), 9)
-    beams.take_candidates(*candidates(-1, -1.5, -4, -5, tokens=[0, 0, 1, 2]))
+    beams = hypotheses_of_two_beams(early_stopping=early)
+    beams.take_candidates(candidates(-1, -1.5, -4, -5, tokens=[0, 0, 1, 2]))
     assert beams.is_done is done
     assert [text.tokens for text in beams.best_hypotheses()] == [(0,)]
 
 
 @pytest.mark.parametrize(("early", "done"), [(True, True), (False, False), ("never", False)])
 def test_early_stopping_ends_a_prompt_that_could_improve(early, done):
-    beams = BeamHypotheses(checked({}, {"num_beams": 2, "eos_token_id": 0, "early_stopping": early}), 9)
-    beams.take_candidates(*candidates(-3, -3.5, -1, -5, tokens=[0, 0, 1, 2]))
+    beams = hypotheses_of_two_beams(early_stopping=early)
+    beams.take_candidates(candidates(-3, -3.5, -1, -5, tokens=[0, 0, 1, 2]))
     assert beams.is_done is done
 
 
 def test_a_longer_text_wins_by_its_length_penalty():
     for penalty, winner in ((0.0, (0,)), (2.0, (1, 0))):
-        beams = BeamHypotheses(
-            checked({}, {"num_beams": 2, "eos_token_id": 0, "early_stopping": "never", "length_penalty": penalty}), 9
-        )
-        beams.take_candidates(*candidates(-1, -1.2, -4, -5, tokens=[0, 1, 2, 3]))
-        beams.take_candidates(*candidates(-1.5, -3, -4, -5, tokens=[0, 1, 2, 3]))
+        beams = hypotheses_of_two_beams(early_stopping="never", length_penalty=penalty)
+        beams.take_candidates(candidates(-1, -1.2, -4, -5, tokens=[0, 1, 2, 3]))
+        beams.take_candidates(candidates(-1.5, -3, -4, -5, tokens=[0, 1, 2, 3]))
         assert beams.best_hypotheses()[0].tokens == winner
 
 
 def test_only_the_first_beams_candidates_become_texts():
-    beams = BeamHypotheses(checked({}, {"num_beams": 2, "eos_token_id": [0, 1]}), 9)
-    beams.take_candidates(*candidates(-1, -2, -3, -4, -5, -6, tokens=[2, 3, 0, 1, 4, 5]))
+    beams = hypotheses_of_two_beams(eos_token_id=[0, 1])
+    beams.take_candidates(candidates(-1, -2, -3, -4, -5, -6, tokens=[2, 3, 0, 1, 4, 5]))
     assert [text.is_complete for text in beams.finished_hypotheses] == [False, False]
     assert [text.tokens for text in beams.running_beams] == [(2,), (3,)]

@@ -72,11 +72,7 @@ def generate(name: str, loaded: Any, assistant: str | None = None, **options: An
         made["assistant_decoder"] = PoisonedDecoders.of(assistant, loaded(assistant), "assistant")
     ctx = generation.context(loaded(name), token_logprobs=True, **{"do_sample": False, **options})
     steps = generation.generate_steps(generation.compile(ctx, len(PROMPTS), **made), PROMPTS, SEEDS)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
+    return generation.run_to_end(steps)
 
 
 def assert_same_texts(found: list[generation.GenerationResult], plain: list[generation.GenerationResult]) -> None:

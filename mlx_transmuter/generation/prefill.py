@@ -1,0 +1,79 @@
+"""Prefill: the prompts of a group of rows run in chunks, or packed one after another into rows of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_transmuter.generation.batch import Batch
+from mlx_transmuter.runtime.prefill_schedule import PackedPrefillRow, prefill_chunks
+from mlx_transmuter.runtime.session import Session
+
+
+def prefill_in_chunks(
+    session: Session,
+    step: Callable[[np.ndarray, list[int]], mx.array],
+    sequences: Mapping[int, Sequence[int]],
+    batch: Batch,
+    prompt_mode: str = "parts",
+) -> mx.array | None:
+    """Returns the logits [rows, vocab] after the tokens sequences[r] of some rows; None if the batch was cancelled.
+
+    step: runs tokens int32 [rows, n], of which row r has counts[r], and returns the logits. prompt_mode: see
+    prefill_chunks. Of the logits only those of a row's last token are kept, from the chunk that has it.
+    """
+    rows = range(batch.row_count)
+    start, last = 0, None
+    longest = max(map(len, sequences.values()))
+    for size in prefill_chunks(longest, max_chunk_tokens(session, batch), prompt_mode):
+        if batch.cancelled:
+            return None
+        tokens = np.zeros((len(rows), size), np.int32)
+        counts = [0] * len(rows)
+        for row, sequence in sequences.items():
+            chunk = sequence[start : start + size]
+            tokens[row, : len(chunk)] = chunk
+            counts[row] = len(chunk)
+        start += size
+        ends = [counts[row] > 0 and len(sequences[row]) <= start for row in rows]
+        logits = step(tokens, counts)
+        if any(ends):
+            last = _keep_ends(last, ends, logits)
+        del logits
+        session.evaluate(*([] if last is None else [last]))
+    assert last is not None  # each sequence has tokens
+    return last
+
+
+def prefill_packed(
+    session: Session,
+    prompts: Mapping[int, Sequence[int]],
+    packed_rows: Sequence[PackedPrefillRow],
+    batch: Batch,
+) -> mx.array | None:
+    """Returns the logits [rows, vocab] after the prompts, one step for each packed row; None if the batch was
+    cancelled."""
+    rows = range(batch.row_count)
+    last = None
+    for members, size in packed_rows:
+        if batch.cancelled:
+            return None
+        ends = [row in members for row in rows]
+        logits = session.prefill_packed([prompts[row] if ends[row] else [] for row in rows], size)
+        last = _keep_ends(last, ends, logits)
+        del logits
+        session.evaluate(last)
+    return last
+
+
+def max_chunk_tokens(session: Session, batch: Batch) -> int:
+    """Returns the most tokens of one step of a prompt."""
+    size = batch.context.prefill_step_size
+    return min(size, session.max_step_tokens or size)
+
+
+def _keep_ends(last: mx.array | None, ends: list[bool], logits: mx.array) -> mx.array:
+    """Returns the logits [rows, vocab] of the rows in `ends`, and those of `last` for the others."""
+    return logits if last is None else mx.where(mx.array(ends)[:, None], logits, last)
