@@ -10,23 +10,24 @@ TARGET = Path(__file__).parent.parent / "docs" / "settings.md"
 HEAD = """# Settings of generation
 
 Written by `scripts/list_settings.py`. The names are those of generation_config.json, and so are the defaults and the
-ranges of transformers 4.57.6. *supported*: it does here what it does there; *goldens* are texts of transformers on the
-models of the tests, alone and in ragged batches, greedy and with beams. *refused*: it would change the tokens and isn't
-here, so it is an error by name. *neutral*: it changes no token and takes any value. An unknown name is an error.
+ranges of transformers 4.57.6. *supported*: it does what it does there; *goldens* are results of transformers on the
+models of the tests, alone and in ragged batches, greedy and with beams. *refused*: it would change the tokens and is
+not supported, so it is an error by name. *neutral*: it changes no token and takes any value. An unknown name is an
+error.
 
 | name | status | what it does, or what to do | checked by |
 |---|---|---|---|
 """
 
 
-def table() -> str:
-    """The page's text."""
+def settings_page() -> str:
+    """Returns the text of the page."""
     rows = []
     for name, setting in SETTINGS.items():
-        checked = ("goldens, tests" if setting.has_goldens else "tests") if setting.status == "supported" else ""
-        rows.append(f"| `{name}` | {setting.status} | {setting.note} | {checked} |")
+        checks = [*(["goldens"] if setting.has_goldens else []), *(["tests"] if setting.status == "supported" else [])]
+        rows.append(f"| `{name}` | {setting.status} | {setting.note} | {', '.join(checks)} |")
     return HEAD + "\n".join(rows) + "\n"
 
 
 if __name__ == "__main__":
-    TARGET.write_text(table(), encoding="utf-8")
+    TARGET.write_text(settings_page(), encoding="utf-8")

@@ -66,10 +66,10 @@ def test_flags_are_the_settings_they_name(folder):
         "do_sample": False
     }
     assert generation_settings.generation_settings(model, parse(["generate"])) == {}
-    guessing = generation_settings.generation_settings(
+    settings = generation_settings.generation_settings(
         model, parse(["generate", "--num-draft-tokens", "5", "--prompt-lookup", "6"])
     )
-    assert guessing == {"num_assistant_tokens": 5, "prompt_lookup_num_tokens": 6}
+    assert settings == {"num_assistant_tokens": 5, "prompt_lookup_num_tokens": 6}
 
 
 def test_every_flag_of_sampling_reaches_the_text(run, folder):
@@ -88,7 +88,7 @@ def test_every_flag_of_sampling_reaches_the_text(run, folder):
     )
 
 
-def test_guesses_change_no_text_and_are_counted(run, folder):
+def test_drafts_change_no_text_and_are_counted(run, folder):
     asked = ["generate", "--model", folder, "-p", "Hi", "-m", 9, "--temp", 0.01, "--seed", 3]
     plain = run(*asked)[1].split("==========\n")[1]
     for flags in (["--prompt-lookup", 4], ["--draft-model", folder, "--num-draft-tokens", 3]):
@@ -96,10 +96,11 @@ def test_guesses_change_no_text_and_are_counted(run, folder):
         assert (code, err) == (0, "")
         _, body, stats = out.split("==========\n")
         assert body == plain
-        kept, proposed, each = re.search(r"Guesses: (\d+) of (\d+) kept, ([\d.]+) tokens per pass\n", stats).groups()
-        assert int(kept) <= int(proposed)
-        assert 1 <= float(each) <= 4
-    assert int(proposed) == int(kept) > 0  # a model that guesses for itself
+        counts = re.search(r"Drafts: (\d+) of (\d+) accepted, ([\d.]+) tokens per pass\n", stats)
+        accepted, proposed, tokens_per_pass = counts.groups()
+        assert int(accepted) <= int(proposed)
+        assert 1 <= float(tokens_per_pass) <= 4
+    assert int(proposed) == int(accepted) > 0  # a model that drafts for itself
 
 
 def test_what_has_no_effect_is_said(run, folder):

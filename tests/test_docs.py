@@ -16,7 +16,7 @@ def test_the_table_of_settings_is_up_to_date(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import list_settings
 
-    assert list_settings.TARGET.read_text(encoding="utf-8") == list_settings.table()
+    assert list_settings.TARGET.read_text(encoding="utf-8") == list_settings.settings_page()
     sys.modules.pop("list_settings")
 
 

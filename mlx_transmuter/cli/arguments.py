@@ -166,15 +166,13 @@ def _add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=_number_in_range(int, 0), metavar="K", help="sample among the best K tokens; 0 is all")
     add("--min-p", type=_number_in_range(float, 0, 1), metavar="P", help="drop tokens below this part of the best one")
     add("--seed", type=_number_in_range(int, 0), metavar="N", help="seed of sampling (default: another one each time)")
-    add("--draft-model", metavar="SOURCE", help="a smaller model of the same tokenizer that guesses tokens; same text")
-    add(
-        "--num-draft-tokens", type=_number_in_range(int, 1), metavar="N", help="most guesses of the draft model at once"
-    )
+    add("--draft-model", metavar="SOURCE", help="a smaller model of the same tokenizer that drafts tokens; same text")
+    add("--num-draft-tokens", type=_number_in_range(int, 1), metavar="N", help="most draft tokens at once")
     add(
         "--prompt-lookup",
         type=_number_in_range(int, 1),
         metavar="N",
-        help="guess up to N tokens from the text so far; same text",
+        help="draft up to N tokens from the text so far; same text",
     )
     add("--extra-eos-token", nargs="+", default=[], metavar="TOKEN", help="more tokens, or ids, that end the text")
 

@@ -27,12 +27,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens/s")
         print(f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens/s ({last.finish_reason})")
         if last.draft_counts is not None:
-            proposed, kept, each = (
-                last.draft_counts.proposed,
-                last.draft_counts.accepted,
-                last.draft_counts.tokens_per_pass,
-            )
-            print(f"Guesses: {kept} of {proposed} kept, {each:.2f} tokens per pass")
+            counts = last.draft_counts
+            accepted = f"{counts.accepted} of {counts.proposed} accepted"
+            print(f"Drafts: {accepted}, {counts.tokens_per_pass:.2f} tokens per pass")
         print(f"Compiled shapes: {generation.compilations}")
         print(
             f"Peak memory: {last.peak_memory:.3f} GB"

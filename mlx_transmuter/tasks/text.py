@@ -35,9 +35,9 @@ def generation(
     the model's files and its tokenizer are joined unless eos_token_id is given. chat_template_vars: what the chat
     template reads besides the messages. prompt_cache: what is computed stays there, so that a later prompt which begins
     like an earlier one, or its text, runs only its own tail. assistant_model: a smaller model of the same tokenizer,
-    whose guesses `model` checks several at once; prompt_lookup_num_tokens among the settings takes them from the text
-    itself. The texts are the same with any of them as without. Raises GenerationError for an unknown name or a value
-    out of range.
+    whose drafts `model` verifies several tokens at once; prompt_lookup_num_tokens among the settings drafts from the
+    text itself. The texts are the same with any of them as without. Raises GenerationError for an unknown name or a
+    value out of range.
     """
     return TextGeneration(model, token_logprobs, chat_template_vars or {}, assistant_model, settings, prompt_cache)
 
@@ -165,14 +165,15 @@ class TextGeneration:
             if token is not None:
                 count += 1
                 final += decoder.push(token) if decoder else ""
-            reason = guesses = None
+            reason = draft_counts = None
             end = len(final) - _stop_prefix_length(final, self.stop_strings)
             if step.finished[0]:
                 result = self._text_result(loop.run_to_end(steps)[0])
-                final, end, reason, guesses = result.text, len(result.text), result.finish_reason, result.draft_counts
+                final, end = result.text, len(result.text)
+                reason, draft_counts = result.finish_reason, result.draft_counts
             piece = Piece(final[sent:end])
             sent = end
-            piece.token, piece.finish_reason, piece.draft_counts = token, reason, guesses
+            piece.token, piece.finish_reason, piece.draft_counts = token, reason, draft_counts
             piece.logprobs = float(step.logprob[0]) if step.logprob is not None and token is not None else None
             piece.prompt_tokens, piece.generation_tokens = prompt_tokens, count
             piece.prompt_tps = prompt_tokens / max(first - started, 1e-9)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from dataclasses import replace
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from fake_decoder import logits_after
+from fake_decoder import FakeDecoder, logits_after
 from fake_generation import PROCESSOR_SETTINGS, VOCAB, compile_fake, fake_model, generated_ids, run_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -306,6 +308,27 @@ def test_inputs_go_to_the_decoder_with_a_row_for_each_beam():
     run_batch(gen, [[3], [4]], inputs={"encoder_hidden_states": states})
     given = gen.decoder.sessions[0].extra_inputs["encoder_hidden_states"]
     assert given.tolist() == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
+
+
+def test_a_context_takes_the_extra_inputs_that_the_decoder_declares():
+    """`given` is optional: the signature of the decoder names what is neither token, mask, position nor cache."""
+    inputs = [
+        SimpleNamespace(name=name, dtype="float32", shape=("batch", "length"))
+        for name in ("input_ids", "attention_mask", "encoder_hidden_states", "encoder_attention_mask")
+    ]
+    logits = SimpleNamespace(name="logits", dtype="float32", shape=("batch", "length", VOCAB))
+    model = fake_model()
+    model.decoder = SimpleNamespace(program=SimpleNamespace(inputs=inputs, outputs=[logits], all_nodes=list))
+    declared = ("encoder_hidden_states", "encoder_attention_mask")
+    assert generation.context(model).extra_input_names == declared
+    assert generation.context(model, given=["encoder_hidden_states"]).extra_input_names == declared[:1]
+    model.decoder.program.outputs = []
+    assert generation.context(model).extra_input_names == ()
+    states = {name: mx.ones((1, 3)) for name in declared}
+    ctx = replace(generation.context(fake_model(), max_new_tokens=2), extra_input_names=declared)
+    gen = generation.compile(ctx, 1, decoder=FakeDecoder(1, VOCAB))
+    assert len(run_batch(gen, [[3]], inputs=states)[1][0].tokens) == 2
+    assert gen.decoder.sessions[0].extra_inputs.keys() == set(declared)
 
 
 @pytest.mark.parametrize(

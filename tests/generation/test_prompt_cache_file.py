@@ -179,7 +179,7 @@ TENSOR_CHANGES = {
     "a negative token": ("tokens", lambda a: a - 100, "token ids"),
     "a block after a later one": ("before", lambda a: mx.concatenate([a[1:], a[:1]]), "integer"),
     "a block after none": ("before", lambda a: a - 1, "integer"),
-    "a block twice": ("tokens", lambda a: mx.zeros_like(a) + 5, "kept once"),
+    "a block twice": ("tokens", lambda a: mx.zeros_like(a) + 5, "stored once"),
 }
 
 

@@ -243,16 +243,16 @@ def test_template_variables_reach_the_template(llama):
     assert tokenizer.decode(task.encode(CHAT)) == "Hicalm"
 
 
-def test_guesses_change_no_text_and_are_counted(llama, task):
+def test_drafts_change_no_text_and_are_counted(llama, task):
     prompts = [row["prompt"] for row in ROWS]
     plain = task(prompts)
     assert [result.draft_counts for result in plain] == [None] * len(ROWS)
     looking = text.generation(llama, max_new_tokens=NEW, prompt_lookup_num_tokens=3)
     helped = text.generation(llama, max_new_tokens=NEW, assistant_model=llama, assistant_confidence_threshold=0.0)
-    for guessing in (looking, helped):
-        found = guessing(prompts)
+    for drafting in (looking, helped):
+        found = drafting(prompts)
         assert [replace(result, draft_counts=None) for result in found] == plain
-        pieces = list(guessing.stream(prompts[0]))
+        pieces = list(drafting.stream(prompts[0]))
         assert "".join(pieces) == plain[0].text
         assert [piece.draft_counts for piece in pieces] == [None] * (len(pieces) - 1) + [found[0].draft_counts]
         assert found[0].draft_counts.passes >= 1

@@ -36,7 +36,7 @@ def removing_processor(tokens: mx.array, state_names: tuple[str, ...], condition
 
 
 def evaluated_token_mask(tokens: Sequence[int], vocab_size: int) -> mx.array:
-    """Returns bool [1, vocab], evaluated: a compiled selection would compute a lazy constant anew at each step."""
+    """Returns bool [1, vocab], evaluated: a compiled selection would recompute a lazy constant at each step."""
     mask = token_mask([tokens], vocab_size)
     mx.eval(mask)
     return mask
