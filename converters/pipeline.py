@@ -28,7 +28,8 @@ from mlx_transmuter.converters.staging import StagedFolder, stage_folder
 from mlx_transmuter.folder_format import FolderError
 from mlx_transmuter.precision_options import PrecisionOptions
 from mlx_transmuter.program import Program, ProgramError
-from mlx_transmuter.program.signature import USE_CACHE_BRANCH_INPUT, SignatureError
+from mlx_transmuter.program.signature import CACHE_INDEX_INPUT, USE_CACHE_BRANCH_INPUT, SignatureError
+from mlx_transmuter.runtime.buckets import find_attention_windows
 
 
 def convert(
@@ -140,6 +141,8 @@ def record_metadata(
     }
     if source.signature.use_cache_branch_input:
         metadata["branch"] = "both" if program.input(USE_CACHE_BRANCH_INPUT) else "cached"
+    if program.input(CACHE_INDEX_INPUT):
+        metadata["attention_windows"] = sorted(find_attention_windows(program))
     metadata["nodes"] = {"read": sum(1 for _ in source.program.all_nodes()), "kept": len(program.nodes)}
     metadata["rewrites"] = [
         {"name": record.name, "held": record.replaced_count, "declined": record.skip_reasons}

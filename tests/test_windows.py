@@ -18,7 +18,13 @@ from mlx_transmuter.generation import PromptCache
 from mlx_transmuter.ops.mlx import pooled_attention
 from mlx_transmuter.program import Node
 from mlx_transmuter.runtime import buckets
-from mlx_transmuter.runtime.buckets import Ring, attention_windows, choose_window_context, context_bucket
+from mlx_transmuter.runtime.buckets import (
+    Ring,
+    attention_windows,
+    choose_window_context,
+    context_bucket,
+    find_attention_windows,
+)
 from mlx_transmuter.runtime.decoder import Decoder
 from mlx_transmuter.runtime.errors import DecoderError
 from mlx_transmuter.runtime.prefill_schedule import prefill_chunks
@@ -299,14 +305,28 @@ def test_only_decoders_without_a_layer_that_sees_everything_have_a_ring(loaded):
 
 def test_a_program_with_an_odd_window_has_no_ring(loaded):
     program = loaded("mistral").decoder.program
-    assert attention_windows(program) == {8}
+    assert find_attention_windows(program) == {8}
     for window in ("8", 0, -3, None):
         nodes = [
             replace(node, attrs={"window": window}) if node.op == "mlx.visible" else node for node in program.nodes
         ]
-        assert 0 in attention_windows(replace(program, nodes=tuple(nodes)))
+        assert 0 in find_attention_windows(replace(program, nodes=tuple(nodes)))
     short = Node("mlx.attention", ("q",), ("o",))
-    assert attention_windows(replace(program, nodes=(*program.nodes, short))) == {0, 8}
+    assert find_attention_windows(replace(program, nodes=(*program.nodes, short))) == {0, 8}
+
+
+@pytest.mark.parametrize(("name", "windows"), [("mistral", [8]), ("gemma2", [0, 8]), ("llama", [0])])
+def test_a_conversion_records_the_windows_of_its_attention(name, windows, loaded):
+    program = loaded(name).decoder.program
+    assert program.metadata["attention_windows"] == windows == sorted(find_attention_windows(program))
+    assert attention_windows(replace(program, nodes=())) == set(windows)
+
+
+@pytest.mark.parametrize("record", [None, 8, "8", ["8"], [8, -1], {"8": 8}])
+def test_windows_without_a_record_are_read_off_the_nodes(record, loaded):
+    program = loaded("mistral").decoder.program
+    metadata = {**program.metadata, "attention_windows": record}
+    assert attention_windows(replace(program, metadata=metadata)) == {8}
 
 
 @pytest.mark.parametrize(

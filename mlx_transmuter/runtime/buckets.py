@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from mlx_transmuter.program import Program
+from mlx_transmuter.ops import bind_inputs
+from mlx_transmuter.program import Node, Program
 
 # The context that a step attends over grows from here.
 SMALLEST_BUCKET = 64
@@ -58,18 +60,28 @@ class Ring(NamedTuple):
 
 
 def attention_windows(program: Program) -> set[int]:
-    """The windows of the attention nodes of a program over pools; 0 where one sees all columns, or it isn't known."""
+    """Returns the windows of the attention of a program over pools, in positions; 0 where it sees all columns.
+
+    A conversion records them in the metadata; for folders without that record they are read off the nodes.
+    """
+    windows = program.metadata.get("attention_windows")
+    is_record = isinstance(windows, list) and all(isinstance(window, int) and window >= 0 for window in windows)
+    return set(windows) if is_record else find_attention_windows(program)
+
+
+def find_attention_windows(program: Program) -> set[int]:
+    """Returns the windows that the masks of a program's attention nodes have; 0 for all columns or an unknown mask."""
     nodes = list(program.all_nodes())
-    makes = {name: node for node in nodes for name in node.outputs}
-    found = set()
-    for node in nodes:
-        if node.op == "mlx.attention":
-            shows = makes.get("".join(node.inputs[6:7]))
-            if shows is not None and shows.op == "mlx.alibi":
-                shows = makes.get("".join(shows.inputs[1:2]))
-            window = shows.attrs.get("window") if shows is not None and shows.op == "mlx.visible" else None
-            found.add(window if isinstance(window, int) and window > 0 else 0)
-    return found
+    producers = {name: node for node in nodes for name in node.outputs}
+    return {_window_of(node, producers) for node in nodes if node.op == "mlx.attention"}
+
+
+def _window_of(attention: Node, producers: Mapping[str, Node]) -> int:
+    mask = producers.get(bind_inputs(attention).get("mask", ""))
+    if mask is not None and mask.op == "mlx.alibi":
+        mask = producers.get(bind_inputs(mask).get("mask", ""))
+    window = mask.attrs.get("window") if mask is not None and mask.op == "mlx.visible" else None
+    return window if isinstance(window, int) and window > 0 else 0
 
 
 def choose_window_context(window: int | None, seq: int, context: int, paged: bool) -> int:

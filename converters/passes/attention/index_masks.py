@@ -8,15 +8,14 @@ step whose tokens stand on both sides of the window's end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from mlx_transmuter.converters.graph.graph_view import GraphView
 from mlx_transmuter.converters.passes.attention.attention_context import UnsupportedAttention
 from mlx_transmuter.converters.passes.attention.score_masks import HIDDEN_THRESHOLD, ScoreMask, evaluate_masks
-from mlx_transmuter.ops import bind_inputs
-from mlx_transmuter.program import Node, Program
+from mlx_transmuter.program import Node
 from mlx_transmuter.program.signature import CACHE_INDEX_INPUT, DecoderSignature
 
 # Contexts that a mask is computed for: the first that the graph's tables allow. A longer window looks like none.
@@ -47,22 +46,6 @@ def build_index_mask(graph: GraphView, signature: DecoderSignature, masks: Seque
         slopes = _alibi_slopes(bias, visible)
         nodes.append(Node("mlx.alibi", (CACHE_INDEX_INPUT, name), (f"{name}.alibi",), {"slopes": slopes}))
     return nodes
-
-
-def attention_windows(program: Program) -> list[int]:
-    """Returns the windows of the attention nodes of a program over pools, sorted, each once; 0 stands for no window."""
-    nodes = list(program.all_nodes())
-    producers = {name: node for node in nodes for name in node.outputs}
-    return sorted({_window_of(node, producers) for node in nodes if node.op == "mlx.attention"})
-
-
-def _window_of(attention: Node, producers: Mapping[str, Node]) -> int:
-    """Returns the window of an attention node; 0 where it sees all columns, or where its mask is none of an index."""
-    mask = producers.get(bind_inputs(attention)["mask"])
-    if mask is not None and mask.op == "mlx.alibi":
-        mask = producers.get(bind_inputs(mask)["mask"])
-    window = mask.attrs.get("window") if mask is not None and mask.op == "mlx.visible" else None
-    return window if isinstance(window, int) and window > 0 else 0
 
 
 def _bias_of_long_context(
