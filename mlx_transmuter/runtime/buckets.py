@@ -65,8 +65,9 @@ def attention_windows(program: Program) -> set[int]:
     A conversion records them in the metadata; for folders without that record they are read off the nodes.
     """
     windows = program.metadata.get("attention_windows")
-    is_record = isinstance(windows, list) and all(isinstance(window, int) and window >= 0 for window in windows)
-    return set(windows) if is_record else find_attention_windows(program)
+    if isinstance(windows, list) and all(isinstance(window, int) and window >= 0 for window in windows):
+        return set(windows)
+    return find_attention_windows(program)
 
 
 def find_attention_windows(program: Program) -> set[int]:
