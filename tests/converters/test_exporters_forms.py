@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import forms
+import exporter_forms
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -35,7 +35,9 @@ FUSED = {
     ("llama", "bnb4"): {"MatMulBnb4"},
 }
 MOST = {"llama": 60, "gpt2": 42, "bloom": 74}
-CASES = [(name, form) for name in ("llama", "gpt2") for form in (*forms.LEVELS, *forms.TYPES)] + [("bloom", "O2")]
+CASES = [(name, form) for name in ("llama", "gpt2") for form in (*exporter_forms.LEVELS, *exporter_forms.TYPES)] + [
+    ("bloom", "O2")
+]
 
 
 def prompts(row, margin: float) -> list[tuple[list[int], list[int], np.ndarray]]:
@@ -57,7 +59,7 @@ def prompts(row, margin: float) -> list[tuple[list[int], list[int], np.ndarray]]
 def test_a_form_of_an_export_gives_what_onnxruntime_gives_of_it(name, form, tmp_path):
     from scripts.fixtures.onnx_rows import OnnxRow
 
-    source = forms.make(name, form, tmp_path / "source")
+    source = exporter_forms.make(name, form, tmp_path / "source")
     row = OnnxRow(source / "model.onnx")
     kinds = {node.op_type for node in row.model.graph.node}
     assert kinds >= FUSED.get((name, form), set())

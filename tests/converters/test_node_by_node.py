@@ -4,7 +4,7 @@ node is given what onnxruntime gives the same node.
 
 from __future__ import annotations
 
-import forms
+import exporter_forms
 import numpy as np
 import onnx
 import pytest
@@ -40,10 +40,10 @@ def values_of(path, rows: int, length: int) -> dict[str, np.ndarray]:
     return feed | dict(zip(names, session.run(names, feed), strict=True))
 
 
-@pytest.mark.parametrize("form", forms.EIGHT_BITS)
+@pytest.mark.parametrize("form", exporter_forms.EIGHT_BITS)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
 def test_each_node_of_a_dynamic_file_gives_what_onnxruntime_gives_of_it(name, form, tmp_path):
-    path = forms.make(name, form, tmp_path / "source") / "model.onnx"
+    path = exporter_forms.make(name, form, tmp_path / "source") / "model.onnx"
     truth = values_of(path, 2, 9)
     program = read_onnx(path)
     held = {name: tensor.read() for name, tensor in program.tensors.items()} | program.constants | truth

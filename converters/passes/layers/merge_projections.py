@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -25,13 +25,16 @@ def merge_projections(graph: GraphView) -> Iterator[MatchOutcome]:
     it instead of several.
     """
     groups: dict[tuple, list[Node]] = {}
+    new_arrays: set[str] = set()  # of the groups before
     for node in graph.nodes:
         if node.op in _OUTPUT_AXES:
             groups.setdefault(_group_key(graph, node), []).append(node)
     for nodes in groups.values():
         paths = [node.inputs[1] for node in nodes]
         if len(nodes) > 1 and all(len(graph.consumers(path)) == 1 for path in paths):
-            yield _merge(graph, nodes, paths)
+            replacement = _merge(graph, nodes, paths, new_arrays)
+            new_arrays |= replacement.arrays.keys()
+            yield replacement
             yield from (Replacement(node, ()) for node in nodes[1:])
 
 
@@ -45,8 +48,10 @@ def _group_key(graph: GraphView, node: Node) -> tuple:
     return (node.op, node.inputs[0], *node.inputs[2:]), scope, options, tuple(node.attrs.items()), dtypes
 
 
-def _merge(graph: GraphView, nodes: Sequence[Node], paths: Sequence[str]) -> Replacement:
-    first, path, view = nodes[0], _merged_path(graph, paths), LayerView(graph.program)
+def _merge(graph: GraphView, nodes: Sequence[Node], paths: Sequence[str], new_arrays: Collection[str]) -> Replacement:
+    """The product of one layer in place of the nodes. new_arrays: names that weights of the program will have."""
+    first, view = nodes[0], LayerView(graph.program)
+    path = view.free_path(_merged_path(paths), "_merged", added=new_arrays)
     layers = [view.arrays(path) for path in paths]
     axis = _OUTPUT_AXES[first.op]
     arrays = {part: concatenate_tensors([layer[part] for layer in layers], axis) for part in layers[0]}
@@ -70,7 +75,7 @@ def _split_path(path: str) -> tuple[str, str]:
     return scope, name
 
 
-def _merged_path(graph: GraphView, paths: Sequence[str]) -> str:
+def _merged_path(paths: Sequence[str]) -> str:
     """The path of the merged layer: q_proj, k_proj and v_proj make qkv_proj, gate_proj and up_proj gate_up_proj."""
     names = [_split_path(path)[1] for path in paths]
     ends = {name.partition("_")[2] for name in names}
@@ -82,4 +87,4 @@ def _merged_path(graph: GraphView, paths: Sequence[str]) -> str:
     else:
         name = "_".join(names)
     scope = _split_path(paths[0])[0]
-    return LayerView(graph.program).free_path(f"{scope}.{name}" if scope else name, "_merged")
+    return f"{scope}.{name}" if scope else name

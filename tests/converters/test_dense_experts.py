@@ -1,4 +1,4 @@
-"""Mixtures of experts that gather their tokens, and the forms that stay as they are."""
+"""Mixtures whose experts gather their tokens: each expert runs over all tokens; and near misses."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def graph() -> Program:
     )[0]
 
 
-def reasons(program: Program) -> list[str]:
-    return [answer.reason for answer in make_experts_dense(GraphView(program)) if isinstance(answer, SkippedMatch)]
+def skip_reasons(program: Program) -> list[str]:
+    return [match.reason for match in make_experts_dense(GraphView(program)) if isinstance(match, SkippedMatch)]
 
 
-def test_each_expert_runs_over_all_tokens_and_keeps_its_own():
+def test_each_expert_runs_over_all_tokens_and_keeps_results_for_its_own():
     """Four experts of the second layer: an index of tokens, one of choices, a gather and a scatter each."""
     program, record = apply_rewrite(graph(), make_experts_dense)
     assert (record.replaced_count, record.skip_reasons) == (16, {})
@@ -37,8 +37,8 @@ def test_each_expert_runs_over_all_tokens_and_keeps_its_own():
     assert not kinds & {"NonZero", "ScatterElements"}
 
 
-def test_the_graph_itself_runs_where_sizes_may_depend_on_values():
-    """The first row's golden logits, by the graph whose experts gather as many tokens as they were given."""
+def test_the_unrewritten_graph_runs_eagerly():
+    """The first row's golden logits, by the graph whose experts gather their tokens."""
     import mlx.core as mx
 
     program, row = graph(), golden("qwen3_moe")["rows"][0]
@@ -50,7 +50,7 @@ def test_the_graph_itself_runs_where_sizes_may_depend_on_values():
     assert np.abs(np.array(logits[0, -1]) - row["logits"]).max() <= 1e-5 * np.ptp(row["logits"])
 
 
-def test_indices_that_nothing_scatters_to_decline():
+def test_indices_that_no_node_scatters_to_are_skipped():
     program = graph()
     nodes = [
         replace(node, inputs=(node.inputs[0], node.inputs[1], node.inputs[2]), attrs={**node.attrs, "axis": 1})
@@ -59,4 +59,4 @@ def test_indices_that_nothing_scatters_to_decline():
         for node in program.nodes
     ]
     wanted = "its indices are not those of choices and of tokens, only the latter scattered to"
-    assert reasons(replace(program, nodes=nodes)) == [wanted] * 4
+    assert skip_reasons(replace(program, nodes=nodes)) == [wanted] * 4

@@ -1,12 +1,12 @@
-"""Mixtures of which only the chosen experts run: by their spellings, in few bits, in half types, and near misses."""
+"""Mixtures that run only the chosen experts: their spellings, quantised and half types, and near misses."""
 
 from __future__ import annotations
 
-import mixtures_in_toy as mixtures
 import mlx.core as mx
 import numpy as np
 import pytest
 import toy
+import toy_mixtures as mixtures
 
 from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.model import load_folder
@@ -27,7 +27,7 @@ def converted(model, tmp_path, **changes) -> tuple[Program, str]:
 
 
 def record(program: Program) -> dict:
-    return next(one for one in program.metadata["rewrites"] if one["name"] == "make_switch_experts")
+    return next(entry for entry in program.metadata["rewrites"] if entry["name"] == "make_switch_experts")
 
 
 @pytest.mark.parametrize("spelling", mixtures.SPELLINGS)
@@ -38,9 +38,22 @@ def test_every_spelling_becomes_stacks_of_experts(spelling, tmp_path):
     stacks = {path: layer["kind"] for path, layer in program.layers.items() if layer["kind"] == "SwitchLinear"}
     assert len(stacks) == 2
     assert all(program.weights[f"{path}.weight"].shape[0] == mixtures.EXPERTS for path in stacks)
-    # The graph over experts that were hit runs in onnxruntime where all were; its truth is the same loop over all.
-    truth = mixtures.decoder("gathered") if spelling == "hit" else model
+    # onnxruntime runs a traced graph only where all experts are chosen; its truth is the same loop over all experts.
+    truth = mixtures.decoder("gathered") if spelling == "traced" else model
     wanted = toy.expected(truth, IDS)
+    np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=1e-5 * np.ptp(wanted))
+
+
+def test_two_mixtures_of_one_scope_have_layers_of_their_own(tmp_path):
+    """Their experts are numbered on from one mixture to the other, so that without the numbers all have one path."""
+    model = mixtures.decoder("weighed", mixtures=2)
+    program, folder = converted(model, tmp_path)
+    assert (record(program)["held"], record(program)["declined"]) == (2, {})
+    stacks = [path for path, layer in program.layers.items() if layer["kind"] == "SwitchLinear"]
+    assert sorted(stacks) == [
+        "experts.down_proj", "experts.down_proj_experts", "experts.gate_up_proj", "experts.gate_up_proj_experts",
+    ]  # fmt: skip
+    wanted = toy.expected(model, IDS)
     np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=1e-5 * np.ptp(wanted))
 
 
@@ -52,43 +65,43 @@ def in_one_step(folder, ids: list[int]) -> np.ndarray:
     return np.array(logits[0])
 
 
-def test_a_long_prompt_whose_choices_are_sorted(tmp_path):
+def test_the_choices_of_a_long_prompt_are_sorted(tmp_path):
     model, ids = mixtures.decoder("gathered"), np.random.default_rng(0).integers(0, toy.VOCAB, 64).tolist()
     _, folder = converted(model, tmp_path)
     wanted = toy.expected(model, ids)
     np.testing.assert_allclose(in_one_step(folder, ids), wanted, atol=1e-5 * np.ptp(wanted))
 
 
-def test_a_token_reads_the_chosen_experts_alone(tmp_path, monkeypatch):
-    """Two products by the stacks, of k experts each, where each expert had two products of its own."""
+def test_a_token_reads_only_the_chosen_experts(tmp_path, monkeypatch):
+    """Two products with the stacks, of k experts each, in place of two products of each expert."""
     _, folder = converted(mixtures.decoder("gathered", experts=9, k=3), tmp_path)
-    chosen, products, gathered = [], [], mx.gather_mm
+    chosen, products, gather_mm = [], [], mx.gather_mm
     decoder = load_folder(folder).decoder
 
-    def counted(x, stack, rhs_indices, **given):
+    def counting_gather_mm(x, stack, rhs_indices, **options):
         chosen.append((rhs_indices.size, stack.shape[0]))
-        return gathered(x, stack, rhs_indices=rhs_indices, **given)
+        return gather_mm(x, stack, rhs_indices=rhs_indices, **options)
 
-    monkeypatch.setattr(mx, "gather_mm", counted)
+    monkeypatch.setattr(mx, "gather_mm", counting_gather_mm)
     for node in decoder.program.nodes:
         products += [node.op] if node.op in ("mlx.linear", "mlx.switch_linear") else []
     run = Decoder(decoder, 1).begin_session([1])
     run.evaluate(run.step(np.array([[3]], np.int32), [1]))
     assert chosen == [(3, 9), (3, 9)]
-    # Besides: what widens and narrows, the router, the attention's query and the head.
+    # The other products: into and out of the mixture, the router, the attention's query and the head.
     assert (products.count("mlx.switch_linear"), products.count("mlx.linear")) == (2, 5)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_stacks_in_few_bits_hold_what_each_expert_would(bits, tmp_path):
-    """The weights are mx.quantize's of each expert alone, and so are the logits those of the graph with them."""
+def test_quantised_stacks_hold_the_quantised_weights_of_each_expert(bits, tmp_path):
+    """The weights are those of mx.quantize for each expert, and the logits those of the graph with these weights."""
     model = mixtures.decoder("gathered")
     how = Quantization(bits, 32, bits)
     program, folder = converted(model, tmp_path, quantize=how)
     path = next(path for path in program.layers if path.endswith("experts.down_proj"))
     assert program.layers[path] == {"kind": "QuantizedSwitchLinear", "bias": False, "bits": bits, "group_size": 32}
-    held = mx.load(str(folder / "model.safetensors"))
-    for name in [one.name for one in model.graph.initializer]:
+    saved = mx.load(str(folder / "model.safetensors"))
+    for name in [initializer.name for initializer in model.graph.initializer]:
         tensor = toy.initializer(model, name)
         weight = np.array(toy.numpy_helper.to_array(tensor))
         if not name.endswith(".weight") or weight.shape[0] % 32 or name == "model.embed.weight":
@@ -97,7 +110,7 @@ def test_stacks_in_few_bits_hold_what_each_expert_would(bits, tmp_path):
         if name.startswith("experts.") and "down" in name:
             e = int(name.split(".")[1])
             for part, wanted in zip(("weight", "scales", "biases"), parts, strict=True):
-                np.testing.assert_array_equal(np.array(held[f"{path}.{part}"][e]), np.array(wanted))
+                np.testing.assert_array_equal(np.array(saved[f"{path}.{part}"][e]), np.array(wanted))
         toy.replace(model, name, toy.numpy_helper.from_array(np.array(mx.dequantize(*parts, 32, bits)).T.copy()))
     wanted = toy.expected(model, IDS)
     for found in (toy.found(folder, IDS), in_one_step(folder, IDS)):
@@ -115,7 +128,7 @@ def test_stacks_in_half_types(dtype, tmp_path):
     np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=limit * np.ptp(wanted))
 
 
-# What an expert gives, changed: none of these is a sum of the chosen experts by the router's scores.
+# Changes of an expert's output after which the sum is not that of the chosen experts by the router's scores.
 CHANGES = {
     "one counts twice": lambda e, y, n: n("Mul", y, np.array(2, np.float32)) if e == 1 else y,
     "all are squared": lambda e, y, n: n("Mul", y, y),
@@ -123,7 +136,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_experts_that_are_changed_before_they_are_added_stay(change, tmp_path):
+def test_experts_whose_outputs_are_changed_before_the_sum_are_skipped(change, tmp_path):
     model = mixtures.decoder("weighed", change=CHANGES[change])
     program, folder = converted(model, tmp_path)
     assert record(program) == {
@@ -135,7 +148,7 @@ def test_experts_that_are_changed_before_they_are_added_stay(change, tmp_path):
     np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=1e-5 * np.ptp(wanted))
 
 
-def test_scores_that_hang_on_more_than_the_choices_decline(tmp_path):
+def test_scores_that_depend_on_more_than_the_choices_are_skipped(tmp_path):
     """A weight of its own for each token and expert."""
     model = mixtures.decoder("weighed", change=lambda e, y, n: n("Mul", y, n("Sigmoid", "mixture.Reshape_1_0")))
     program, _ = converted(model, tmp_path)
@@ -143,8 +156,8 @@ def test_scores_that_hang_on_more_than_the_choices_decline(tmp_path):
     assert list(record(program)["declined"]) == [reason]
 
 
-def test_a_sum_of_another_shape_than_its_rows_declines(tmp_path):
-    """[1, tokens, width] of [tokens, width], where something else than a Reshape reads it."""
+def test_a_sum_of_another_shape_than_its_rows_is_skipped(tmp_path):
+    """[1, tokens, width] of [tokens, width], read by a node other than a Reshape."""
 
     def change(e, y, n):
         return n("Unsqueeze", y, [0]) if e is not None else n("Tanh", y)
@@ -155,8 +168,8 @@ def test_a_sum_of_another_shape_than_its_rows_declines(tmp_path):
 
 
 @pytest.mark.parametrize("place", [0, None])
-def test_an_expert_for_all_tokens_of_the_same_form_is_none_of_the_chosen(place, tmp_path):
-    """It is weighed by a gate of its own, and stands before the others or after them."""
+def test_a_shared_expert_of_the_same_structure_is_not_among_the_chosen(place, tmp_path):
+    """It has a gate of its own, and comes before the other experts or after them."""
     shared = []
 
     def change(e, y, n):
@@ -178,8 +191,8 @@ def test_an_expert_for_all_tokens_of_the_same_form_is_none_of_the_chosen(place, 
     np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=1e-5 * np.ptp(wanted))
 
 
-def test_of_experts_with_equal_logits_the_first_is_chosen(tmp_path):
-    """As onnxruntime's TopK has it: all experts but one are a tie for every token, so two of five are chosen by it."""
+def test_the_first_of_experts_with_equal_logits_is_chosen(tmp_path):
+    """As in onnxruntime's TopK: four of five experts tie for every token, and two of the five are chosen."""
     model = mixtures.decoder("gathered")
     router = np.array(toy.numpy_helper.to_array(toy.initializer(model, "router.weight")))
     router[:, 1:] = router[:, 1:2]
@@ -192,7 +205,7 @@ def test_of_experts_with_equal_logits_the_first_is_chosen(tmp_path):
 
 
 def test_experts_without_names(tmp_path):
-    """Of weights that tools have numbered and nodes without names the stacks are called after the first experts'."""
+    """Weights that tools have numbered, and nodes without names: a stack is named after the first expert's weight."""
     model = mixtures.decoder("gathered")
     for i, tensor in enumerate(model.graph.initializer):
         if tensor.name.startswith("experts."):

@@ -9,16 +9,19 @@ import numpy as np
 import onnx
 import pytest
 import toy
-from blocks_in_toy import with_floats, with_product
 from conftest import FIXTURES
 from onnx import TensorProto, helper, numpy_helper
+from toy_products import with_floats, with_product
 
 from mlx_transmuter import ops
 from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.graph.rewriting import apply_rewrite
+from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
+from mlx_transmuter.converters.passes.layers.dequantized_weights import absorb_dequantize_linear
 from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.model import load_folder
 from mlx_transmuter.precision_options import PrecisionOptions
-from mlx_transmuter.program import Program
+from mlx_transmuter.program import Node, Program, Value
 from mlx_transmuter.runtime.decoder import Decoder
 
 IDS = [3, 1, 15, 7, 2]
@@ -84,6 +87,16 @@ def test_scales_along_the_rows_have_no_group_and_the_weight_is_in_floats(tmp_pat
     assert kinds(program) == ["Linear"]
     wanted = toy.expected(model, IDS)
     assert np.abs(found - wanted).max() <= 1e-4 * np.ptp(wanted)
+
+
+def test_a_weight_whose_zero_point_the_graph_computes_stays():
+    """Its floats are known only when the graph runs."""
+    tensors = {"w": LazyTensor("int8", (2, 3), lambda: np.ones((2, 3), np.int8))}
+    nodes = [Node("DequantizeLinear-13", ("w", "scale", "zero"), ("floats",)), Node("Abs-6", ("floats",), ("y",))]
+    inputs, outputs = (Value("zero", "int8", None),), (Value("y", "float32", None),)
+    program = Program(inputs, outputs, nodes, {"scale": np.array(0.5, np.float32)}).with_tensors(tensors)
+    rewritten, record = apply_rewrite(program, absorb_dequantize_linear)
+    assert (record.replaced_count, [node.op for node in rewritten.nodes]) == (0, ["DequantizeLinear-13", "Abs-6"])
 
 
 # Dynamic files.

@@ -1,4 +1,4 @@
-"""Mixtures of experts in the toy decoder, in the spellings of exporters and some that none has."""
+"""Mixtures of experts in the toy decoder, in the spellings of exporters and some more."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import toy
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 EXPERTS, K, WIDTH, INNER = 5, 2, 64, 32
-# gathered: each expert's tokens alone, as transformers' loops; nd: with ScatterND; hit: over the experts that were hit;
-# sliced: as torch.export writes the same; grouped: sorted by expert and split by their counts, as Granite's experts;
-# weighed: all tokens, by a column of dense weights; stacked: likewise, joined first; at_once: all experts in one product.
-SPELLINGS = ("gathered", "nd", "hit", "sliced", "weighed", "stacked", "at_once", "at_once_bias")
+# How exporters write a mixture. gathered: each expert over its own tokens, as transformers' loops; nd: with ScatterND;
+# traced: over the experts that were chosen in a trace; sliced: as torch.export writes "gathered", and sliced_last_first
+# with the index of tokens before that of choices; sorted: rows sorted by expert and split by their counts, as Granite's
+# experts; weighed: all tokens, by a column of dense weights; stacked: likewise, concatenated first; at_once: all experts
+# in one product.
+SPELLINGS = (
+    "gathered", "nd", "traced", "sliced", "sliced_last_first", "weighed", "stacked", "at_once", "at_once_bias",
+)  # fmt: skip
 
 
 class _Nodes:
@@ -23,7 +27,7 @@ class _Nodes:
         self.nodes, self.arrays = [], {}
 
     def __call__(self, op: str, *inputs: Any, outputs: int = 1, name: str = "", **attrs: Any) -> Any:
-        names = [self.constant(one) if not isinstance(one, str) else one for one in inputs]
+        names = [value if isinstance(value, str) else self.constant(value) for value in inputs]
         place = len(self.nodes)
         results = [f"mixture.{op}_{place}_{i}" for i in range(outputs)]
         self.nodes.append(helper.make_node(op, names, results, name=name or f"/mixture/{op}_{place}", **attrs))
@@ -40,30 +44,45 @@ class _Nodes:
         return name
 
 
-def decoder(spelling: str, experts: int = EXPERTS, k: int = K, change=None) -> ModelProto:
+def decoder(spelling: str, experts: int = EXPERTS, k: int = K, change=None, mixtures: int = 1) -> ModelProto:
     """The toy with a mixture after its embedding: silu(x · gate) · (x · up) · down, by softmax of the k best logits.
 
-    change: a function of the expert's number (None for the sum), of what it gives, and of the nodes, that may give
-    something else.
+    change: a function of the expert's number (None for the sum), of its output, and of the nodes, which may return
+    another value. mixtures: how many follow one another, all in one scope: experts 0 to 4 are of the first, 5 to 9 of
+    the second.
     """
     n = _Nodes()
     wide = n("MatMul", "embedded", n.weight("wide.weight", toy.DIM, WIDTH))
-    x = n("Reshape", wide, [-1, WIDTH])
-    logits = n("MatMul", x, n.weight("router.weight", WIDTH, experts), name="/router/MatMul")
+    total = n("Reshape", wide, [-1, WIDTH])
+    for first in range(0, mixtures * experts, experts):
+        total = _mixture(n, spelling, total, range(first, first + experts), k, change)
+    n.nodes.append(helper.make_node("Reshape", [total, n("Shape", wide)], ["mixture.sum"]))
+    n.nodes.append(
+        helper.make_node("MatMul", ["mixture.sum", n.weight("narrow.weight", WIDTH, toy.DIM)], ["embedded2"])
+    )
+    model = toy.embedding(toy.decoder(), *n.nodes)
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in n.arrays.items())
+    return model
+
+
+def _mixture(n: _Nodes, spelling: str, x: str, numbers: range, k: int, change) -> str:
+    """The sum of a mixture over x, whose experts have these numbers."""
+    experts = len(numbers)
+    router = f"router{numbers.start or ''}"
+    logits = n("MatMul", x, n.weight(f"{router}.weight", WIDTH, experts), name=f"/{router}/MatMul")
     best, indices = n("TopK", logits, [k], outputs=2)
     scores = n("Softmax", best, axis=-1)
     weights = {
-        part: [n.weight(f"experts.{e}.{part}_proj.weight", *shape) for e in range(experts)]
+        part: [n.weight(f"experts.{number}.{part}_proj.weight", *shape) for number in numbers]
         for part, shape in (("gate", (WIDTH, INNER)), ("up", (WIDTH, INNER)), ("down", (INNER, WIDTH)))
     }
     flat = n("Shape", x)
 
     def expert(e: int, x: str) -> str:
-        gate, up = (
-            n("MatMul", x, weights[part][e], name=f"/experts.{e}/{part}_proj/MatMul") for part in ("gate", "up")
-        )
+        name = f"/experts.{numbers[e]}"
+        gate, up = (n("MatMul", x, weights[part][e], name=f"{name}/{part}_proj/MatMul") for part in ("gate", "up"))
         inner = n("Mul", n("Mul", gate, n("Sigmoid", gate)), up)
-        y = n("MatMul", inner, weights["down"][e], name=f"/experts.{e}/down_proj/MatMul")
+        y = n("MatMul", inner, weights["down"][e], name=f"{name}/down_proj/MatMul")
         return change(e, y, n) if change else y
 
     zeros = n("Expand", np.array(0, np.float32), flat)
@@ -71,8 +90,8 @@ def decoder(spelling: str, experts: int = EXPERTS, k: int = K, change=None) -> M
         dense = n("Transpose", _dense(n, indices, scores, logits), perm=[1, 0])
         total = _at_once(n, x, weights, spelling.endswith("bias"), experts)
         total = n("ReduceSum", n("Mul", total, n("Unsqueeze", dense, [2])), [0], keepdims=0)
-    elif spelling == "grouped":
-        total = _grouped(n, x, indices, scores, zeros, weights, experts, k)
+    elif spelling == "sorted":
+        total = _sorted(n, x, indices, scores, zeros, weights, experts, k)
     elif spelling == "stacked":
         dense = n("Transpose", _dense(n, indices, scores, logits), perm=[1, 0])
         parts = [n("Unsqueeze", expert(e, x), [0]) for e in range(experts)]
@@ -83,24 +102,17 @@ def decoder(spelling: str, experts: int = EXPERTS, k: int = K, change=None) -> M
             total = n("Add", total, n("Mul", expert(e, x), n("Gather", dense, [e], axis=1)))
     else:
         total = _gathered(n, spelling, x, indices, scores, zeros, expert, experts)
-    total = change(None, total, n) if change else total
-    n.nodes.append(helper.make_node("Reshape", [total, n("Shape", wide)], ["mixture.sum"]))
-    n.nodes.append(
-        helper.make_node("MatMul", ["mixture.sum", n.weight("narrow.weight", WIDTH, toy.DIM)], ["embedded2"])
-    )
-    model = toy.embedding(toy.decoder(), *n.nodes)
-    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in n.arrays.items())
-    return model
+    return change(None, total, n) if change else total
 
 
 def _dense(n: _Nodes, indices: str, scores: str, logits: str) -> str:
-    """The scores [tokens, experts], 0 where an expert isn't chosen."""
+    """The scores [tokens, experts], 0 for experts that were not chosen."""
     zeros = n("Expand", np.array(0, np.float32), n("Shape", logits))
     return n("ScatterElements", zeros, indices, scores, axis=1)
 
 
 def _at_once(n: _Nodes, x: str, weights: dict[str, list[str]], bias: bool, experts: int) -> str:
-    """Every expert's output, [experts, tokens, width]; each product with a bias if asked."""
+    """Every expert's output, [experts, tokens, width]. bias: whether each product has one."""
     copies = n("Reshape", n("Tile", x, [experts, 1]), [experts, -1, WIDTH])
     stacks = {}
     for part, names in weights.items():
@@ -118,22 +130,25 @@ def _at_once(n: _Nodes, x: str, weights: dict[str, list[str]], bias: bool, exper
 def _gathered(n: _Nodes, spelling: str, x: str, indices: str, scores: str, total: str, expert, experts: int) -> str:
     chosen = n("Transpose", n("OneHot", indices, experts, [0, 1], axis=-1), perm=[2, 1, 0])
     numbers: list[Any] = list(range(experts))
-    if spelling == "hit":
+    if spelling == "traced":
         which = n("NonZero", n("Greater", n("ReduceSum", chosen, [-1, -2], keepdims=0), 0))
         numbers = n("Split", n("Transpose", which, perm=[1, 0]), [1] * experts, outputs=experts, axis=0)
-        numbers = [n("Squeeze", n("Squeeze", one, [1]), [0]) for one in numbers]
+        numbers = [n("Squeeze", n("Squeeze", number, [1]), [0]) for number in numbers]
     for e, number in enumerate(numbers):
         own = n("Cast", n("Gather", chosen, number, axis=0), to=TensorProto.BOOL)
-        found = n("Transpose", n("NonZero", own), perm=[1, 0])
-        if spelling == "sliced":
-            columns = [n("Slice", found, [i], [i + 1], [1], [1]) for i in (0, 1)]
+        indices_of_tokens = n("Transpose", n("NonZero", own), perm=[1, 0])
+        if spelling.startswith("sliced"):
+            order = (1, 0) if spelling == "sliced_last_first" else (0, 1)
+            slices = {i: n("Slice", indices_of_tokens, [i], [i + 1], [1], [1]) for i in order}
+            columns = [slices[0], slices[1]]
         else:
-            columns = n("Split", found, outputs=2, axis=1, num_outputs=2)
-        place, token = (n("Squeeze", one, [1]) for one in columns)
+            columns = n("Split", indices_of_tokens, outputs=2, axis=1, num_outputs=2)
+        place, token = (n("Squeeze", column, [1]) for column in columns)
         score = n("GatherND", scores, n("Concat", n("Unsqueeze", token, [1]), n("Unsqueeze", place, [1]), axis=1))
-        own = n("GatherND", x, n("Unsqueeze", token, [-1])) if spelling == "sliced" else n("Gather", x, token, axis=0)
+        is_sliced = spelling.startswith("sliced")
+        own = n("GatherND", x, n("Unsqueeze", token, [-1])) if is_sliced else n("Gather", x, token, axis=0)
         update = n("Mul", expert(e, own), n("Unsqueeze", score, [1]))
-        if spelling in ("nd", "sliced"):
+        if is_sliced or spelling == "nd":
             total = n("ScatterND", total, n("Unsqueeze", token, [1]), update, reduction="add")
         else:
             where = n("Expand", n("Unsqueeze", token, [1]), n("Shape", update))
@@ -141,7 +156,7 @@ def _gathered(n: _Nodes, spelling: str, x: str, indices: str, scores: str, total
     return total
 
 
-def _grouped(
+def _sorted(
     n: _Nodes, x: str, indices: str, scores: str, total: str, weights: dict[str, list[str]], experts: int, k: int
 ) -> str:
     flat = n("Reshape", indices, [-1])
@@ -151,7 +166,7 @@ def _grouped(
 
     def product(x: str, part: str) -> str:
         rows = n("Split", x, counts, outputs=experts, axis=0)
-        return n("Concat", *(n("MatMul", *one) for one in zip(rows, weights[part], strict=True)), axis=0)
+        return n("Concat", *(n("MatMul", *inputs) for inputs in zip(rows, weights[part], strict=True)), axis=0)
 
     rows = n("Gather", x, token, axis=0)
     gate = product(rows, "gate")

@@ -1,4 +1,4 @@
-"""Mixtures in one operator of com.microsoft: their stacks, against onnxruntime."""
+"""com.microsoft's mixtures of experts in one operator become stacks of experts: compared with onnxruntime."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def drawn(name: str, *shape: int) -> np.ndarray:
 
 
 def decoder(op: str, arrays: dict[int, np.ndarray], **attrs) -> ModelProto:
-    """The toy with a MoE or QMoE after its embedding; arrays: its inputs by number, from 2 on."""
+    """The toy with a MoE or QMoE after its embedding. arrays: inputs of the operator from 2 on, by number."""
     weights = {f"experts.input_{i}": array for i, array in arrays.items()}
     weights |= {"wide": drawn("wide", toy.DIM, WIDTH) * 3, "narrow": drawn("narrow", WIDTH, toy.DIM)}
     weights |= {"router": drawn("router", WIDTH, EXPERTS) * 3, "flat": np.array([-1, EXPERTS])}
@@ -49,7 +49,7 @@ def decoder(op: str, arrays: dict[int, np.ndarray], **attrs) -> ModelProto:
 
 
 def agrees(model: ModelProto, tmp_path: Path, truth: ModelProto | None = None) -> Program:
-    """The program of the conversion, whose logits are onnxruntime's of truth, a token a step and all at once."""
+    """The converted program. Its logits are those of onnxruntime for `truth`, one token a step and all at once."""
     folder = convert(toy.write(tmp_path / "source", model), "model.onnx", tmp_path / "out", progress=False)
     module = load_folder(folder).decoder
     run = Decoder(module, 1).begin_session([len(IDS)])
@@ -85,7 +85,7 @@ def test_a_mixture_in_floats(activation, attrs, bias, tmp_path):
     assert stacks == [{"kind": "SwitchLinear", "bias": bias}] * 2
 
 
-def test_a_mixture_in_floats_is_quantised_on_the_way(tmp_path):
+def test_a_mixture_in_floats_can_be_quantised_by_the_conversion(tmp_path):
     source = toy.write(tmp_path / "source", decoder("MoE", dense(False, True)))
     how = PrecisionOptions(Quantization(8, 32, 8))
     folder = convert(source, "model.onnx", tmp_path / "out", progress=False, precision=how)
@@ -117,8 +117,8 @@ def packed(name: str, rows: int, columns: int, bits: int, block: int | None, zer
 @pytest.mark.parametrize(
     ("block", "kind"), [(32, "QuantizedSwitchLinear"), (16, "SwitchLinear"), (None, "QuantizedSwitchLinear")]
 )
-def test_a_mixture_in_few_bits(block, kind, zeros, bits, tmp_path):
-    """MLX has no groups of 16: such weights become floats. A scale for a row is one for each of its groups."""
+def test_a_quantised_mixture(block, kind, zeros, bits, tmp_path):
+    """MLX has no groups of 16: such weights become floats. A scale of a whole row is repeated for each of its groups."""
     inner = 2 * INNER  # two blocks of 32 in each row, and so whole bytes of zero points
     first, second = packed("fc1", inner, WIDTH, bits, block, zeros), packed("fc2", WIDTH, inner, bits, block, zeros)
     arrays = {2: first[0], 3: first[1], 4: drawn("b1", EXPERTS, inner), 5: second[0], 6: second[1]}
@@ -134,29 +134,29 @@ def test_a_mixture_in_few_bits(block, kind, zeros, bits, tmp_path):
     assert {layer.get("bits") for layer in layers} == {bits if kind.startswith("Quantized") else None}
 
 
-def test_what_no_stack_does_declines(tmp_path):
+def test_a_sparse_mixer_is_skipped(tmp_path):
     source = toy.write(tmp_path / "source", decoder("MoE", dense(False, False)))
     program = read_onnx(source / "model.onnx")
     for node in program.nodes:
         if node.op == "com.microsoft.MoE-1":
             node.attrs["use_sparse_mixer"] = 1  # type: ignore[index]
-    assert [one.reason for one in expand_contrib_moe(GraphView(program)) if isinstance(one, SkippedMatch)] == [
+    assert [match.reason for match in expand_contrib_moe(GraphView(program)) if isinstance(match, SkippedMatch)] == [
         "its router is a sparse mixer; expected the k best of a softmax"
     ]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_mixture_in_a_half_type(dtype, tmp_path):
-    """Scores stay in float32, and what is summed by them comes back to the type of the rows."""
+    """Scores stay in float32, and their sums are cast to the type of the rows."""
     model = decoder("MoE", dense(False, True), activation_type="silu")
     source = toy.write(tmp_path / "source", model)
     folder = convert(source, "model.onnx", tmp_path / "out", progress=False, precision=PrecisionOptions(dtype=dtype))
     program = load_folder(folder).decoder.program
-    seen = ShapeProbe.run(program)
-    assert seen is not None
+    probe = ShapeProbe.run(program)
+    assert probe is not None
     for node in program.nodes:
         if node.op.startswith("mlx.") and node.op not in ("mlx.router", "mlx.dispatch", "mlx.combine"):
-            assert seen.dtype(node.outputs[0]) == dtype, node
+            assert probe.dtype(node.outputs[0]) == dtype, node
     wanted = toy.expected(model, IDS[:5])
     limit = 2e-2 if dtype == "float16" else 8e-2
     np.testing.assert_allclose(toy.found(folder, IDS[:5]), wanted, atol=limit * np.ptp(wanted))

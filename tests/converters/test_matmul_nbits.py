@@ -9,10 +9,10 @@ import numpy as np
 import onnx
 import pytest
 import toy
-from blocks_in_toy import with_floats, with_product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper
+from toy_products import with_floats, with_product
 
 from mlx_transmuter.converters.passes.layers.quantized_blocks import (
     BlockQuantizedWeight,
