@@ -1,4 +1,4 @@
-"""CacheIndex against the brute-force model of its laws, on random indices."""
+"""CacheIndex against the reference model of its laws, on random indices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ some_examples = settings(max_examples=200)
 
 
 def primitives_text(*arrays: mx.array) -> str:
-    """The primitives that make the arrays, as text."""
+    """The primitives that compute the arrays, as text."""
     out = StringIO()
     mx.export_to_dot(out, *arrays)
     return out.getvalue()
@@ -32,11 +32,11 @@ def primitives_text(*arrays: mx.array) -> str:
 @many_examples
 @given(case=index_cases())
 def test_every_law_on_every_index(case: IndexCase):
-    """Column is position; -1 addresses nothing; a token stores at its own column, padding nowhere; unseen is zero."""
+    """Column is position; -1 addresses nothing; a token stores at its own column, padding nowhere; the rest is zero."""
     seen, pool = case.index.extend(case.values, case.pool)
-    wanted_seen, wanted_pool = case.reference.extend(case.values, case.pool)
-    assert_same_bits(pool, wanted_pool)
-    assert_same_bits(seen, wanted_seen)
+    expected_seen, expected_pool = case.reference.extend(case.values, case.pool)
+    assert_same_bits(pool, expected_pool)
+    assert_same_bits(seen, expected_seen)
     assert_same_bits(case.index.mask(), case.reference.mask())
     assert_same_bits(case.index.visible(), case.reference.mask()[:, None])
     assert_same_bits(case.index.positions(), case.reference.positions())
@@ -46,73 +46,73 @@ def test_every_law_on_every_index(case: IndexCase):
 
 @some_examples
 @given(case=index_cases())
-def test_store_then_read_is_extend(case: IndexCase):
-    """The two halves of extend, apart; a whole index and a draft have no read."""
+def test_write_then_read_is_extend(case: IndexCase):
+    """The two halves of extend; a whole index and a draft cannot be read."""
     pool = case.index.write(case.values, case.pool)
-    wanted_seen, wanted_pool = case.reference.extend(case.values, case.pool)
-    assert_same_bits(pool, wanted_pool)
+    expected_seen, expected_pool = case.reference.extend(case.values, case.pool)
+    assert_same_bits(pool, expected_pool)
     if case.reference.table is None or case.reference.slots is not None:
         with pytest.raises(ValueError, match=r"CacheIndex\.read"):
             case.index.read(pool)
     else:
-        assert_same_bits(case.index.read(pool), wanted_seen)
+        assert_same_bits(case.index.read(pool), expected_seen)
 
 
 @some_examples
 @given(case=index_cases())
-def test_advance_is_one_past_the_greatest(case: IndexCase):
-    """The next token of every lane, padding at 0; window and every stay, selection and draft go; whole refuses."""
+def test_advance_is_one_past_the_greatest_position(case: IndexCase):
+    """The next token of every row, at 0 in a row of padding; window and every stay, selection and draft do not."""
     if case.reference.table is None:
         with pytest.raises(ValueError, match=r"CacheIndex\.advance"):
             case.index.advance()
         return
-    index, brute = case.index.advance(), case.reference.advance()
-    assert_same_bits(index.positions(), brute.positions())
-    assert_same_bits(index.mask(), brute.mask())
-    targets = brute.target_slots(len(case.pool))
+    index, reference = case.index.advance(), case.reference.advance()
+    assert_same_bits(index.positions(), reference.positions())
+    assert_same_bits(index.mask(), reference.mask())
+    targets = reference.target_slots(len(case.pool))
     assume(len(set(targets)) == len(targets))
     seen, pool = index.extend(case.values[:, :1], case.pool)
-    wanted_seen, wanted_pool = brute.extend(case.values[:, :1], case.pool)
-    assert_same_bits(pool, wanted_pool)
-    assert_same_bits(seen, wanted_seen)
+    expected_seen, expected_pool = reference.extend(case.values[:, :1], case.pool)
+    assert_same_bits(pool, expected_pool)
+    assert_same_bits(seen, expected_seen)
 
 
 @some_examples
 @given(case=index_cases(), seq=st.integers(1, 3))
-def test_at_places_other_tokens_in_the_same_lanes(case: IndexCase, seq: int):
-    """Window, every and runs stay, selection and draft go; a whole index refuses."""
+def test_with_positions_places_other_tokens_in_the_same_rows(case: IndexCase, seq: int):
+    """Window, every and runs stay, selection and draft do not; a whole index raises."""
     pos = np.random.default_rng(seq).permutation(seq * case.reference.batch).reshape(-1, seq) - 1
     if case.reference.table is None:
         with pytest.raises(ValueError, match=r"CacheIndex\.with_positions"):
             case.index.with_positions(pos)
         return
-    index, brute = (
+    index, reference = (
         case.index.with_positions(pos),
         replace(case.reference, pos=pos.tolist(), columns=None, slots=None, sees=None),
     )
-    assert_same_bits(index.positions(), brute.positions())
-    assert_same_bits(index.mask(), brute.mask())
-    targets = brute.target_slots(len(case.pool))
+    assert_same_bits(index.positions(), reference.positions())
+    assert_same_bits(index.mask(), reference.mask())
+    targets = reference.target_slots(len(case.pool))
     assume(len(set(targets)) == len(targets))
     values = random_array(np.random.default_rng(seq), (*pos.shape, *case.pool.shape[1:]), case.pool.dtype.type)
     seen, pool = index.extend(values, case.pool)
-    wanted_seen, wanted_pool = brute.extend(values, case.pool)
-    assert_same_bits(pool, wanted_pool)
-    assert_same_bits(seen, wanted_seen)
+    expected_seen, expected_pool = reference.extend(values, case.pool)
+    assert_same_bits(pool, expected_pool)
+    assert_same_bits(seen, expected_seen)
 
 
 @some_examples
 @given(case=index_cases())
 def test_the_index_is_its_walk(case: IndexCase):
-    """from_walk(*walk()) gives what the index gives, and place moves nothing."""
+    """from_walk(*walk()) returns what the index returns, and so does place."""
     signature, leaves = case.index.walk()
     assert hash(signature) == hash(case.index.walk()[0])
-    wanted_seen, wanted_pool = case.reference.extend(case.values, case.pool)
-    for again in (CacheIndex.from_walk(signature, leaves), case.index.place(mx.default_device())):
-        assert again.walk()[0] == signature
-        seen, pool = again.extend(case.values, case.pool)
-        assert_same_bits(pool, wanted_pool)
-        assert_same_bits(seen, wanted_seen)
+    expected_seen, expected_pool = case.reference.extend(case.values, case.pool)
+    for rebuilt in (CacheIndex.from_walk(signature, leaves), case.index.place(mx.default_device())):
+        assert rebuilt.walk()[0] == signature
+        seen, pool = rebuilt.extend(case.values, case.pool)
+        assert_same_bits(pool, expected_pool)
+        assert_same_bits(seen, expected_seen)
 
 
 # Law 4
@@ -131,37 +131,37 @@ def test_two_stores_at_one_slot_leave_one_of_them_element_by_element(dtype):
     assert out[others].tobytes() == pool[others].tobytes()
 
 
-# Law 2, where the argument doesn't fit int32
+# Law 2, where the argument does not fit int32
 
 
 def test_numbers_beyond_int32_address_nothing():
-    """2**32 is no slot 0 and no position 0, whichever kind of array holds it."""
+    """2**32 is neither slot 0 nor position 0, in a list, in numpy and in MLX."""
     pool = np.arange(4, dtype=np.float32)[:, None] + 1
     values = np.full((1, 1, 1), 9, np.float32)
     for big in (2**32, -(2**32), 2**63 - 1):
-        for kind in (np.asarray, lambda x: mx.array(np.asarray(x)), list):
-            assert_same_bits(CacheIndex.make([[0]], kind([[big, 1]])).extend(values, pool)[1], pool)
-            assert_same_bits(CacheIndex.make(kind([[big]]), [[0, 1]]).extend(values, pool)[1], pool)
+        for convert in (np.asarray, lambda x: mx.array(np.asarray(x)), list):
+            assert_same_bits(CacheIndex.make([[0]], convert([[big, 1]])).extend(values, pool)[1], pool)
+            assert_same_bits(CacheIndex.make(convert([[big]]), [[0, 1]]).extend(values, pool)[1], pool)
     assert_same_bits(CacheIndex.make([[0]], np.array([[2**32 - 1, 1]], np.uint32)).extend(values, pool)[1], pool)
     assert_same_bits(CacheIndex.make([[0]], mx.array([[2**32 - 1, 1]], mx.uint32)).extend(values, pool)[1], pool)
 
 
-def test_a_width_of_bfloat16_is_stored_bit_by_bit():
-    """Any dtype: also the one numpy lacks, in a row of an odd number of elements."""
+def test_bfloat16_rows_are_stored_bit_by_bit():
+    """Any dtype is stored: also the one numpy lacks, in rows of an odd number of elements."""
     bits = np.arange(6 * 3, dtype=np.uint16).reshape(6, 3) * 3641
     pool, values = mx.array(bits).view(mx.bfloat16), mx.array(bits[None, :2] + 5).view(mx.bfloat16)
     _, out = CacheIndex.make([[1, -1]], [[5, 3]]).extend(values, pool)
-    wanted = bits.copy()
-    wanted[3] = bits[0] + 5
-    assert_same_bits(out.view(mx.uint16), wanted)
+    expected = bits.copy()
+    expected[3] = bits[0] + 5
+    assert_same_bits(out.view(mx.uint16), expected)
 
 
-# Reading a run
+# Runs of slots
 
 
 @st.composite
 def run_indices(draw):
-    """(rows index, the same index made of its table, pool, values), of a random context, window and number of lanes."""
+    """(index of rows, the same index rebuilt from its table, context, rng), of a random window and number of rows."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     context, batch = draw(st.integers(1, 9)), draw(st.integers(1, 3))
     lens = rng.integers(0, context + 1, batch).tolist()
@@ -169,31 +169,31 @@ def run_indices(draw):
     if draw(st.booleans()):
         index = index.advance()
     signature, leaves = index.walk()
-    made = CacheIndex.from_walk(signature, leaves)
+    rebuilt = CacheIndex.from_walk(signature, leaves)
     if draw(st.booleans()):
         w = draw(st.integers(1, 9))
-        index, made = index.window(w), made.window(w)
+        index, rebuilt = index.window(w), rebuilt.window(w)
     if draw(st.booleans()):
-        narrow = draw(st.integers(1, context))
-        index, made = index.limit_context(narrow), made.limit_context(narrow)
-    return index, made, context, rng
+        columns = draw(st.integers(1, context))
+        index, rebuilt = index.limit_context(columns), rebuilt.limit_context(columns)
+    return index, rebuilt, context, rng
 
 
 @some_examples
 @given(run=run_indices())
-def test_a_run_is_read_by_a_slice_and_gives_what_a_gather_gives(run):
-    index, made, context, rng = run
+def test_runs_are_read_by_a_slice_with_the_values_of_a_gather(run):
+    index, rebuilt, context, rng = run
     pool = random_array(rng, (index.batch * context, 2), np.float32)
     values = random_array(rng, (index.batch, index.seq, 2), np.float32)
-    (seen, out), (wanted_seen, wanted) = index.extend(values, pool), made.extend(values, pool)
-    assert_same_bits(out, np.array(wanted))
-    assert_same_bits(seen, np.array(wanted_seen))
+    (seen, out), (expected_seen, expected) = index.extend(values, pool), rebuilt.extend(values, pool)
+    assert_same_bits(out, np.array(expected))
+    assert_same_bits(seen, np.array(expected_seen))
     assert "Gather" not in primitives_text(index.read(mx.array(pool)))
-    assert "Gather" in primitives_text(made.read(mx.array(pool)))
+    assert "Gather" in primitives_text(rebuilt.read(mx.array(pool)))
 
 
-def test_a_run_without_zeroing_is_a_view():
-    """read(zero=False) allocates nothing, narrowed and by heads, and is exact in every column that is seen."""
+def test_runs_without_zeroing_are_a_view():
+    """read(zero_unseen=False) allocates nothing, also with fewer columns and heads, and is exact in visible columns."""
     rng = np.random.default_rng(1)
     pool = mx.array(rng.standard_normal((2 * 3 * 512, 64)).astype(np.float32))
     index = CacheIndex.rows(512, [500, 130]).limit_context(256).for_heads(3, 512)
@@ -203,17 +203,17 @@ def test_a_run_without_zeroing_is_a_view():
     mx.eval(seen)
     assert mx.get_active_memory() - before < 4096
     assert seen.shape == (6, 256, 64)
-    live = np.array(index.mask()).any(axis=1)
-    np.testing.assert_array_equal(np.array(seen)[live], np.array(index.read(pool))[live])
+    is_visible = np.array(index.mask()).any(axis=1)
+    np.testing.assert_array_equal(np.array(seen)[is_visible], np.array(index.read(pool))[is_visible])
 
 
-# narrow and heads
+# Fewer columns, and pools of several heads
 
 
 @some_examples
 @given(case=index_cases(), data=st.data())
-def test_narrow_reads_the_first_columns_alone(case: IndexCase, data):
-    """The index over a table cut to `context` columns, its blocks to those they need; a whole index refuses."""
+def test_limit_context_reads_only_the_first_columns(case: IndexCase, data):
+    """The table is cut to `context` columns and its blocks to those they need; a whole index raises."""
     if case.reference.table is None:
         with pytest.raises(ValueError, match=r"CacheIndex\.limit_context"):
             case.index.limit_context(1)
@@ -223,9 +223,9 @@ def test_narrow_reads_the_first_columns_alone(case: IndexCase, data):
     case.reference.blocks = {m: [s[: -(-context // m)] for s in t] for m, t in case.reference.blocks.items()}
     index = case.index.limit_context(context)
     seen, pool = index.extend(case.values, case.pool)
-    wanted_seen, wanted_pool = case.reference.extend(case.values, case.pool)
-    assert_same_bits(pool, wanted_pool)
-    assert_same_bits(seen, wanted_seen)
+    expected_seen, expected_pool = case.reference.extend(case.values, case.pool)
+    assert_same_bits(pool, expected_pool)
+    assert_same_bits(seen, expected_seen)
     assert_same_bits(index.mask(), case.reference.mask())
     with pytest.raises(ValueError, match=r"CacheIndex\.limit_context"):
         index.limit_context(context + 1)
@@ -233,29 +233,30 @@ def test_narrow_reads_the_first_columns_alone(case: IndexCase, data):
 
 @some_examples
 @given(case=index_cases(), n=st.integers(1, 3), data=st.data())
-def test_heads_of_a_pool_are_as_many_pools(case: IndexCase, n: int, data):
-    """Head h of slot s at (s // block · n + h) · block + s mod block: each head gives what it gives on its own pool."""
-    block = data.draw(st.integers(1, len(case.pool) + 1))
-    slots = -(-max(1, len(case.pool)) // block) * block
+def test_each_head_of_a_pool_is_a_pool_of_its_own(case: IndexCase, n: int, data):
+    """With head h of slot s in row (s // span · n + h) · span + s mod span, for a head_span of `span`."""
+    span = data.draw(st.integers(1, len(case.pool) + 1))
+    slots = -(-max(1, len(case.pool)) // span) * span
     rng = np.random.default_rng(7)
     tail, dtype = case.pool.shape[1:], case.pool.dtype.type
     pools = random_array(rng, (n, slots, *tail), dtype)
     values = random_array(rng, (case.reference.batch, n, case.reference.seq, *tail), dtype)
-    flat = np.stack([pools[h, s] for at in range(0, slots, block) for h in range(n) for s in range(at, at + block)])
-    index = case.index.for_heads(n, block)
-    seen, out = index.extend(values.reshape(-1, case.reference.seq, *tail), flat)
+    rows = [(h, s) for start in range(0, slots, span) for h in range(n) for s in range(start, start + span)]
+    pool = np.stack([pools[row] for row in rows])
+    index = case.index.for_heads(n, span)
+    seen, out = index.extend(values.reshape(-1, case.reference.seq, *tail), pool)
     seen = seen.reshape(case.reference.batch, n, *seen.shape[1:])
-    out = np.array(out).reshape(slots // block, n, block, *tail).swapaxes(0, 1).reshape(n, slots, *tail)
+    out = np.array(out).reshape(slots // span, n, span, *tail).swapaxes(0, 1).reshape(n, slots, *tail)
     for h in range(n):
-        wanted_seen, wanted = case.reference.extend(values[:, h], pools[h])
-        assert out[h].tobytes() == wanted.tobytes()
-        assert_same_bits(seen[:, h], wanted_seen)
+        expected_seen, expected = case.reference.extend(values[:, h], pools[h])
+        assert out[h].tobytes() == expected.tobytes()
+        assert_same_bits(seen[:, h], expected_seen)
     assert_same_bits(index.mask(), np.repeat(case.reference.mask(), n, axis=0))
     assert_same_bits(index.positions(), np.repeat(case.reference.positions(), n, axis=0))
 
 
-def test_rows_by_heads_stay_slices_and_the_pool_lies_as_attention_wants_it():
-    """With block the rows' context the pool is [batch, n, context, dim], and its first columns are read by a view."""
+def test_runs_of_several_heads_are_read_by_a_slice():
+    """With the runs' context as head_span the pool is [batch, n, context, dim]; its first columns are read by a view."""
     index = CacheIndex.rows(8, [5, 3]).limit_context(4)
     pool = mx.arange(2 * 3 * 8 * 2, dtype=mx.float32).reshape(-1, 2)
     seen = index.for_heads(3, 8).read(pool, zero_unseen=False)
@@ -265,33 +266,34 @@ def test_rows_by_heads_stay_slices_and_the_pool_lies_as_attention_wants_it():
 
 
 @some_examples
-@given(case=index_cases(), n=st.integers(1, 2), spare=st.booleans(), data=st.data())
-def test_a_pool_of_both_is_two_pools_one_after_the_other(case: IndexCase, n: int, spare: bool, data):
-    """Each half gives what it gives as a pool of its own; a slot outside of one doesn't reach into the other."""
-    block = data.draw(st.integers(1, len(case.pool) + 1))
-    slots = -(-max(1, len(case.pool)) // block) * block
+@given(case=index_cases(), n=st.integers(1, 2), has_spare_row=st.booleans(), data=st.data())
+def test_a_key_value_pool_is_two_pools_one_after_the_other(case: IndexCase, n: int, has_spare_row: bool, data):
+    """Each half reads and stores as a pool of its own; a slot outside one half is not in the other."""
+    span = data.draw(st.integers(1, len(case.pool) + 1))
+    slots = -(-max(1, len(case.pool)) // span) * span
     rng = np.random.default_rng(7)
     tail, dtype = case.pool.shape[1:], case.pool.dtype.type
-    pools, more = random_array(rng, (2, n * slots, *tail), dtype), random_array(rng, (int(spare), *tail), dtype)
-    one = case.index.for_heads(n, block)
-    values = random_array(rng, (2, one.batch, one.seq, *tail), dtype)
+    pools = random_array(rng, (2, n * slots, *tail), dtype)
+    spare_row = random_array(rng, (int(has_spare_row), *tail), dtype)
+    heads_index = case.index.for_heads(n, span)
+    values = random_array(rng, (2, heads_index.batch, heads_index.seq, *tail), dtype)
     if case.index.walk()[0][0][3]:
         with pytest.raises(ValueError, match=r"CacheIndex\.for_key_value_pool"):
-            one.for_key_value_pool(n * slots)
+            heads_index.for_key_value_pool(n * slots)
         return
-    both = one.for_key_value_pool(n * slots)
-    both = both.with_spare_row(2 * n * slots) if spare else both
-    seen, out = both.extend(values.reshape(-1, one.seq, *tail), np.concatenate([*pools, more]))
+    index = heads_index.for_key_value_pool(n * slots)
+    index = index.with_spare_row(2 * n * slots) if has_spare_row else index
+    seen, out = index.extend(values.reshape(-1, heads_index.seq, *tail), np.concatenate([*pools, spare_row]))
     for half in range(2):
-        wanted_seen, wanted = one.extend(values[half], pools[half])
-        assert np.array(out[half * n * slots : (half + 1) * n * slots]).tobytes() == np.array(wanted).tobytes()
-        assert_same_bits(seen[half * one.batch : (half + 1) * one.batch], np.array(wanted_seen))
-    assert_same_bits(both.mask(), np.concatenate([np.array(one.mask())] * 2))
-    assert_same_bits(both.positions(), np.concatenate([np.array(one.positions())] * 2))
+        expected_seen, expected = heads_index.extend(values[half], pools[half])
+        assert np.array(out[half * n * slots : (half + 1) * n * slots]).tobytes() == np.array(expected).tobytes()
+        assert_same_bits(seen[half * heads_index.batch : (half + 1) * heads_index.batch], np.array(expected_seen))
+    assert_same_bits(index.mask(), np.concatenate([np.array(heads_index.mask())] * 2))
+    assert_same_bits(index.positions(), np.concatenate([np.array(heads_index.positions())] * 2))
 
 
-def test_rows_of_both_stay_slices():
-    """Keys of all rows, then values: both are read by one view, and each half lies as it does in a pool of its own."""
+def test_runs_of_a_key_value_pool_are_read_by_a_slice():
+    """Keys of all rows, then values: one view reads both, and each half is laid out as a pool of its own."""
     index = CacheIndex.rows(8, [5, 3]).limit_context(4).for_heads(3, 8)
     pool = mx.arange(2 * 2 * 3 * 8 * 2 + 2, dtype=mx.float32).reshape(-1, 2)
     seen = index.for_key_value_pool(2 * 3 * 8).with_spare_row(2 * 2 * 3 * 8).read(pool, zero_unseen=False)
@@ -300,11 +302,11 @@ def test_rows_of_both_stay_slices():
     assert "Gather" in primitives_text(index.for_key_value_pool(2 * 3 * 8 - 1).read(pool, zero_unseen=False))
 
 
-# What the forms of an index mean
+# What the kinds of an index mean
 
 
 def _attend(index: CacheIndex, query, keys, values, pools):
-    """Attention of one head over the index as MLX computes it, and the new pools."""
+    """MLX's attention of one head over the index, and the new pools."""
     seen_k, k = index.extend(keys, pools[0])
     seen_v, v = index.extend(values, pools[1])
     q = mx.array(query)[:, None]
@@ -314,19 +316,19 @@ def _attend(index: CacheIndex, query, keys, values, pools):
 
 @some_examples
 @given(seed=st.integers(0, 2**32 - 1), block=st.integers(1, 4), w=st.sampled_from([None, 1, 3]))
-def test_a_sequence_fed_in_parts_through_pages_attends_as_one(seed: int, block: int, w: int | None):
-    """NaN and infinity in every slot nobody stored at; parts, pages, windows and left padding change no output."""
+def test_a_sequence_in_chunks_and_blocks_attends_as_in_one_call(seed: int, block: int, w: int | None):
+    """With NaN and infinity in every other slot; chunks, blocks, windows and left padding do not change the output."""
     rng = np.random.default_rng(seed)
     length, d = int(rng.integers(1, 12)), 3
     q, k, v = rng.standard_normal((3, length, d)).astype(np.float32)
-    places = np.arange(length)
-    mask = places[None] <= places[:, None]
+    positions = np.arange(length)
+    mask = positions[None] <= positions[:, None]
     if w is not None:
-        mask &= places[None] > places[:, None] - w
-    wanted = reference_attention(q, k, v, mask)
+        mask &= positions[None] > positions[:, None] - w
+    expected = reference_attention(q, k, v, mask)
     blocks = -(-length // block)
-    pages = rng.permutation(blocks + 3)[:blocks]
-    table = (pages[:, None] * block + np.arange(block)).reshape(1, -1)
+    block_numbers = rng.permutation(blocks + 3)[:blocks]
+    table = (block_numbers[:, None] * block + np.arange(block)).reshape(1, -1)
     slots = (blocks + 3) * block
     pools = (np.full((slots, d), np.nan, np.float32), np.full((slots, d), np.inf, np.float32))
     start = 0
@@ -336,31 +338,31 @@ def test_a_sequence_fed_in_parts_through_pages_attends_as_one(seed: int, block: 
         pos = np.array([[-1] * pad + list(range(start, start + n))])
         index = CacheIndex.make(pos, table)
         index = index if w is None else index.window(w)
-        part = [np.pad(x[None, start : start + n], ((0, 0), (pad, 0), (0, 0)), constant_values=5) for x in (q, k, v)]
-        out, pools = _attend(index, *part, pools)
-        np.testing.assert_allclose(out[0, pad:], wanted[start : start + n], rtol=2e-4, atol=2e-5)
+        chunk = [np.pad(x[None, start : start + n], ((0, 0), (pad, 0), (0, 0)), constant_values=5) for x in (q, k, v)]
+        out, pools = _attend(index, *chunk, pools)
+        np.testing.assert_allclose(out[0, pad:], expected[start : start + n], rtol=2e-4, atol=2e-5)
         start += n
 
 
-def test_two_lanes_of_one_sequence_see_each_other_as_in_one_lane():
+def test_two_rows_of_one_sequence_attend_to_each_other_as_in_one_row():
     rng = np.random.default_rng(2)
     pool = random_array(rng, (6, 2), np.float32)
     values = rng.standard_normal((3, 1, 2)).astype(np.float32)
     table = [[4, 0, 5, 1]]
-    apart, out = CacheIndex.make([[1], [2], [3]], table, row=[0, 0, 0]).extend(values, pool)
-    together, wanted = CacheIndex.make([[1, 2, 3]], table).extend(values.reshape(1, 3, 2), pool)
-    assert_same_bits(out, np.array(wanted))
-    for lane in range(3):
-        assert_same_bits(apart[lane, : lane + 2], np.array(together)[0, : lane + 2])
+    three_rows, out = CacheIndex.make([[1], [2], [3]], table, row=[0, 0, 0]).extend(values, pool)
+    one_row, expected = CacheIndex.make([[1, 2, 3]], table).extend(values.reshape(1, 3, 2), pool)
+    assert_same_bits(out, np.array(expected))
+    for row in range(3):
+        assert_same_bits(three_rows[row, : row + 2], np.array(one_row)[0, : row + 2])
 
 
-def test_a_kept_path_of_a_draft_is_the_chain_fed_alone():
-    """A tree of guesses in spare slots: naming the kept ones in the next table gives the chain's keys, uncopied."""
+def test_an_accepted_path_of_a_draft_is_the_chain_run_alone():
+    """A draft tree in free slots: the next table names the accepted ones and reads the chain's keys, without a copy."""
     rng = np.random.default_rng(3)
     d = 3
     pool = rng.standard_normal((12, d)).astype(np.float32)
     table = np.array([[7, 2, 9, -1, -1, -1]])
-    parents, pos = [-1, 0, 0, 2], np.array([[3, 4, 4, 5]])  # two guesses at position 4, one after the second of them
+    parents, pos = [-1, 0, 0, 2], np.array([[3, 4, 4, 5]])  # two tokens at position 4, one after the second of them
     sees = np.zeros((1, 4, 4), bool)
     for i, parent in enumerate(parents):
         sees[0, i] = sees[0, parent] if parent >= 0 else False
@@ -375,85 +377,93 @@ def test_a_kept_path_of_a_draft_is_the_chain_fed_alone():
     mask, chain_mask = np.array(draft.mask()), np.array(chain.mask())
     for token, i in enumerate(path):
         np.testing.assert_array_equal(np.array(seen)[0][mask[0, i]], np.array(chain_seen)[0][chain_mask[0, token]])
-    kept = np.array(table)
-    kept[0, pos[0, path]] = slots[0, path]
-    after = CacheIndex.make([[6]], np.pad(kept, ((0, 0), (0, 1)), constant_values=4))
+    accepted = np.array(table)
+    accepted[0, pos[0, path]] = slots[0, path]
+    after = CacheIndex.make([[6]], np.pad(accepted, ((0, 0), (0, 1)), constant_values=4))
     new = rng.standard_normal((1, 1, d)).astype(np.float32)
     assert_same_bits(after.extend(new, out)[0], np.array(after.extend(new, chain_out)[0]))
 
 
 @some_examples
 @given(seed=st.integers(0, 2**32 - 1))
-def test_packing_gives_each_sequence_what_it_has_alone(seed: int):
+def test_a_packed_sequence_attends_as_it_does_alone(seed: int):
     rng = np.random.default_rng(seed)
     lens = [rng.integers(0, 4, rng.integers(1, 4)).tolist() for _ in range(2)]
     seq = max(1, *map(sum, lens)) + int(rng.integers(0, 2))
     q, k, v = rng.standard_normal((3, 2, seq, 3)).astype(np.float32)
     index = CacheIndex.packed(seq, lens)
     out, _ = _attend(index, q, k, v, (np.zeros((0, 3), np.float32), np.zeros((0, 3), np.float32)))
-    for b, lane in enumerate(lens):
-        start = seq - sum(lane)
-        for n in lane:
+    for b, row_lens in enumerate(lens):
+        start = seq - sum(row_lens)
+        for n in row_lens:
             part = slice(start, start + n)
-            wanted = reference_attention(q[b, part], k[b, part], v[b, part], np.tril(np.ones((n, n), bool)))
-            np.testing.assert_allclose(out[b, part], wanted, rtol=2e-4, atol=2e-5)
+            expected = reference_attention(q[b, part], k[b, part], v[b, part], np.tril(np.ones((n, n), bool)))
+            np.testing.assert_allclose(out[b, part], expected, rtol=2e-4, atol=2e-5)
             np.testing.assert_array_equal(np.array(index.positions())[b, part], np.arange(n))
             start += n
 
 
 @some_examples
 @given(lens=st.lists(st.integers(0, 4), min_size=1, max_size=3), m=st.integers(1, 3), w=st.integers(1, 4))
-def test_packed_of_one_sequence_a_lane_is_whole(lens: list[int], m: int, w: int):
+def test_packed_with_one_sequence_per_row_is_whole(lens: list[int], m: int, w: int):
     packed, whole = CacheIndex.packed(4, [[n] for n in lens]).window(w), CacheIndex.whole(len(lens), 4, lens).window(w)
     assert_same_bits(packed.mask(), np.array(whole.mask()))
     assert_same_bits(packed.positions(), np.array(whole.positions()))
-    chosen = np.random.default_rng(sum(lens)).integers(-1, 5, (len(lens), 4, m))
+    columns = np.random.default_rng(sum(lens)).integers(-1, 5, (len(lens), 4, m))
     values = np.random.default_rng(m).standard_normal((len(lens), 4, 2)).astype(np.float32)
-    (seen, _), (wanted, _) = (i.select(chosen).extend(values, np.zeros((0, 2), np.float32)) for i in (packed, whole))
-    assert_same_bits(seen, np.array(wanted))
+    (seen, _), (expected, _) = (i.select(columns).extend(values, np.zeros((0, 2), np.float32)) for i in (packed, whole))
+    assert_same_bits(seen, np.array(expected))
 
 
 # walk
 
 
-def _expected_signature(brute: ReferenceIndex) -> tuple:
-    """What the specification says a walk reports."""
+def _expected_signature(reference: ReferenceIndex) -> tuple:
+    """What a walk reports, by the specification."""
     return (
-        brute.case,
-        brute.row is not None,
-        tuple(brute.blocks),
-        brute.every,
-        brute.window,
-        brute.columns is not None,
-        brute.slots is not None,
+        reference.kind,
+        reference.row is not None,
+        tuple(reference.blocks),
+        reference.every,
+        reference.window,
+        reference.columns is not None,
+        reference.slots is not None,
     )
 
 
-def _expected_leaves(brute: ReferenceIndex) -> list:
-    found = [brute.row, brute.pos, brute.table, *brute.blocks.values(), brute.columns, brute.slots, brute.sees]
-    return [leaf for leaf in found if leaf is not None]
+def _expected_leaves(reference: ReferenceIndex) -> list:
+    arrays = [
+        reference.row,
+        reference.pos,
+        reference.table,
+        *reference.blocks.values(),
+        reference.columns,
+        reference.slots,
+        reference.sees,
+    ]
+    return [leaf for leaf in arrays if leaf is not None]
 
 
 @settings(max_examples=400)
 @given(a=index_cases(), b=index_cases())
 def test_signatures_agree_exactly_when_the_structures_do(a: IndexCase, b: IndexCase):
-    """Structure and no value: case, row, blocks, every, window, selection, draft. Leaves in the order of the walk."""
+    """The structure, no values: kind, row, blocks, every, window, selection, draft. Leaves in the order of the walk."""
     (signature_a, leaves), (signature_b, _) = a.index.walk(), b.index.walk()
     assert (signature_a == signature_b) == (_expected_signature(a.reference) == _expected_signature(b.reference))
     assert len(leaves) == len(_expected_leaves(a.reference))
-    for leaf, wanted in zip(leaves, _expected_leaves(a.reference), strict=True):
-        assert leaf.dtype == (mx.bool_ if np.asarray(wanted).dtype == np.bool_ else mx.int32)
-        np.testing.assert_array_equal(np.array(leaf), np.asarray(wanted))
+    for leaf, expected in zip(leaves, _expected_leaves(a.reference), strict=True):
+        assert leaf.dtype == (mx.bool_ if np.asarray(expected).dtype == np.bool_ else mx.int32)
+        np.testing.assert_array_equal(np.array(leaf), np.asarray(expected))
 
 
-def test_a_narrowed_run_walks_as_a_run():
-    """narrow is what makes a run part of the structure; rows alone walks as the table it is."""
+def test_runs_with_a_limited_context_walk_as_runs():
+    """limit_context makes runs part of the structure; an index of rows alone walks as any table."""
     rows = CacheIndex.rows(6, [2, 3])
-    made = CacheIndex.make(rows.walk()[1][0], rows.walk()[1][1])
-    assert rows.walk()[0] == made.walk()[0]
-    assert rows.limit_context(4).walk()[0] != made.limit_context(4).walk()[0]
+    tabled = CacheIndex.make(rows.walk()[1][0], rows.walk()[1][1])
+    assert rows.walk()[0] == tabled.walk()[0]
+    assert rows.limit_context(4).walk()[0] != tabled.limit_context(4).walk()[0]
     assert rows.limit_context(4).walk()[0] != CacheIndex.rows(5, [2, 3]).limit_context(4).walk()[0]
-    again = CacheIndex.from_walk(*rows.limit_context(4).walk())
-    assert "Gather" not in primitives_text(again.read(mx.zeros((12, 2))))
+    rebuilt = CacheIndex.from_walk(*rows.limit_context(4).walk())
+    assert "Gather" not in primitives_text(rebuilt.read(mx.zeros((12, 2))))
     with pytest.raises(ValueError, match=r"CacheIndex\.from_walk"):
         CacheIndex.from_walk(rows.walk()[0], [])
