@@ -282,3 +282,9 @@ def test_a_llama_layer_has_as_many_nodes_as_a_person_would_write(loaded):
     # norm, qkv, its heads, these split, rotation, split, attention with its heads joined, product and sum; norm, gate
     # and up, their parts, silu · up, down and sum
     assert len(layer) <= 13, [node.op for node in layer]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_rewrite_of_a_fixture_is_left_out_for_disagreeing_with_the_graph(name, loaded):
+    reasons = [reason for record in loaded(name).decoder.program.metadata["rewrites"] for reason in record["declined"]]
+    assert not [reason for reason in reasons if "disagreed" in reason]

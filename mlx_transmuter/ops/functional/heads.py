@@ -4,11 +4,11 @@ import mlx.core as mx
 
 
 def split_heads(x: mx.array, heads: int) -> mx.array:
-    """Returns x [batch, seq, heads · dim] as [batch, heads, seq, dim]."""
-    batch, seq, width = x.shape
+    """Returns x [batch, seq, …], whose other axes hold heads · dim elements, as [batch, heads, seq, dim]."""
+    batch, seq = x.shape[:2]
     if seq == 1:  # the same order of elements
-        return x.reshape(batch, heads, 1, width // heads)
-    return x.reshape(batch, seq, heads, width // heads).swapaxes(1, 2)
+        return x.reshape(batch, heads, 1, -1)
+    return x.reshape(batch, seq, heads, -1).swapaxes(1, 2)
 
 
 def merge_heads(x: mx.array) -> mx.array:
