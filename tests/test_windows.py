@@ -96,9 +96,9 @@ def test_every_logit_of_a_long_text_is_onnxruntimes(name, pages, loaded):
 def test_layers_with_a_window_read_it_alone_and_every_logit_is_onnxruntimes(name, pages, loaded, monkeypatch):
     """Steps of several tokens too, in rows of two lengths."""
     widths: list[int] = []
-    of = pooled_attention._layer_index
+    of = pooled_attention.layer_index
     monkeypatch.setattr(
-        pooled_attention, "_layer_index", lambda index, seen: widths.append(seen.shape[-1]) or of(index, seen)
+        pooled_attention, "layer_index", lambda index, seen: widths.append(seen.shape[-1]) or of(index, seen)
     )
     decoder = Decoder(loaded(name).decoder, 2)
     assert (decoder.ring, decoder.max_window) == (None, 8)

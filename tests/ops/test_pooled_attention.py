@@ -13,12 +13,10 @@ from quantized_rows import dequantized_rows
 
 from mlx_transmuter.cache import CacheIndex, QuantizedFormat, QuantizedPool
 from mlx_transmuter.ops.mlx import pooled_attention
+from mlx_transmuter.ops.mlx.cache_masks import add_alibi_bias, token_positions, visibility_mask
+from mlx_transmuter.ops.mlx.logits import take_tokens
 from mlx_transmuter.ops.mlx.pooled_attention import (
-    add_alibi_bias,
     attend_over_pools,
-    take_tokens,
-    token_positions,
-    visibility_mask,
 )
 
 HEADS, KV, DIM = 4, 2, 8

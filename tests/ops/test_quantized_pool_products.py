@@ -14,7 +14,8 @@ from quantized_rows import dequantized_rows
 
 from mlx_transmuter.cache import CacheIndex, QuantizedFormat, QuantizedPool
 from mlx_transmuter.ops.mlx import pooled_attention
-from mlx_transmuter.ops.mlx.pooled_attention import add_alibi_bias, attend_over_pools, visibility_mask
+from mlx_transmuter.ops.mlx.cache_masks import add_alibi_bias, visibility_mask
+from mlx_transmuter.ops.mlx.pooled_attention import attend_over_pools
 from mlx_transmuter.ops.mlx.quantized_pool_products import (
     MAX_TOKENS_WITHOUT_DEQUANTIZING,
     quantized_scores,

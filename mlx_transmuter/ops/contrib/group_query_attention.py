@@ -110,8 +110,9 @@ def group_query_attention(
     if sinks is None and smooth_softmax == 1:
         sinks = mx.zeros((num_heads,), dtype=q.dtype)
     scale = scale or 1 / math.sqrt(dim)
-    output = merge_heads(attend(q, k, v, scale, attention_bias, visible, softcap, sinks))
+    options = {"bias": attention_bias, "visibility": visible, "softcap": softcap, "sinks": sinks}
+    output = merge_heads(attend(q, k, v, scale, **options))
     if not qk_output or outputs < 4:
         return output, k, v
-    weights, raw = attention_weights_and_scores(q, k, scale, attention_bias, visible, softcap, sinks)
-    return output, k, v, (raw if qk_output == 1 else weights).astype(q.dtype)
+    weights, scores = attention_weights_and_scores(q, k, scale, **options)
+    return output, k, v, (scores if qk_output == 1 else weights).astype(q.dtype)

@@ -81,7 +81,7 @@ def attend_over_buffers(
     context_k, context_v = k, v
     if cache_indirection is not None:
         context_k, context_v = (_gather_beams(buffer, cache_indirection, columns < length) for buffer in (k, v))
-    weights, scores = attention_weights_and_scores(q, context_k, scale, added, visible)
+    weights, scores = attention_weights_and_scores(q, context_k, scale, bias=added, visibility=visible)
     widths = [bias.shape[-1] for bias in (attention_bias, mask) if bias is not None and bias.ndim > 1]
     total = widths[0] if widths else min(value_if_known(length, capacity - seq) + seq, capacity)
     return merge_heads(weighted_values(weights, context_v)), k, v, scores[..., :total].astype(q.dtype)

@@ -70,8 +70,8 @@ def multi_head_attention(
         added = add_biases(added, padding_mask_bias(key_padding_mask, batch, seq, context, mask_filter_value, q.dtype))
     visible = causal_mask(seq, context) if unidirectional else None
     if outputs < 4:
-        return merge_heads(attend(q, k, v, scale, added, visible)), k, v
-    weights, scores = attention_weights_and_scores(q, k, scale, added, visible)
+        return merge_heads(attend(q, k, v, scale, bias=added, visibility=visible)), k, v
+    weights, scores = attention_weights_and_scores(q, k, scale, bias=added, visibility=visible)
     return merge_heads(weighted_values(weights, v)), k, v, scores.astype(q.dtype)
 
 
@@ -226,5 +226,5 @@ def attend_packed_qkv(
     if mask_index is not None:
         added = add_biases(added, padding_mask_bias(mask_index, batch, seq, context, mask_filter_value, q.dtype))
     visible = causal_mask(seq, context) if unidirectional else None
-    output = merge_heads(attend(q, k, v, scale or 1 / math.sqrt(dim), added, visible))
+    output = merge_heads(attend(q, k, v, scale or 1 / math.sqrt(dim), bias=added, visibility=visible))
     return output, mx.stack([k, v]) if k.shape == v.shape else None

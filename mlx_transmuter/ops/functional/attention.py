@@ -28,6 +28,7 @@ def attend(
     k: mx.array,
     v: mx.array,
     scale: float,
+    *,
     bias: mx.array | None = None,
     visibility: mx.array | None = None,
     softcap: float = 0.0,
@@ -41,7 +42,10 @@ def attend(
     (grouped heads).
     """
     if softcap:
-        return weighted_values(attention_weights_and_scores(q, k, scale, bias, visibility, softcap, sinks)[0], v)
+        weights, _ = attention_weights_and_scores(
+            q, k, scale, bias=bias, visibility=visibility, softcap=softcap, sinks=sinks
+        )
+        return weighted_values(weights, v)
     mask = visibility
     if bias is not None:
         # The bias may hold the lowest numbers of its type: raised so far that adding a score gives no infinity.
@@ -58,6 +62,7 @@ def attention_weights_and_scores(
     q: mx.array,
     k: mx.array,
     scale: float,
+    *,
     bias: mx.array | None = None,
     visibility: mx.array | None = None,
     softcap: float = 0.0,
@@ -87,7 +92,7 @@ def attention_scores(q: mx.array, k: mx.array) -> mx.array:
 
 def cap_scores(scores: mx.array, softcap: float) -> mx.array:
     """Returns softcap · tanh(scores / softcap), or the scores where softcap is 0."""
-    return mx.tanh(scores / softcap) * softcap if softcap else scores
+    return mx.tanh(scores * (1 / softcap)) * softcap if softcap else scores
 
 
 def weighted_values(weights: mx.array, v: mx.array) -> mx.array:

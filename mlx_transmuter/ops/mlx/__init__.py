@@ -2,9 +2,11 @@
 
 # The imports declare the operators.
 from mlx_transmuter.ops.mlx import (  # noqa: F401
+    cache_masks,
     fused,
     heads,
     layers,
+    logits,
     moe,
     pooled_attention,
     quantized_pool_products,

@@ -8,39 +8,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_transmuter.cache import HybridIndex, QuantizedPool
+from mlx_transmuter.cache import QuantizedPool
+from mlx_transmuter.ops.functional.attention import cap_scores
 from mlx_transmuter.ops.functional.exponential import softmax_numerator_and_sum
+from mlx_transmuter.ops.mlx.cache_masks import layer_index
 from mlx_transmuter.ops.mlx.quantized_pool_products import (
     MAX_TOKENS_WITHOUT_DEQUANTIZING,
     quantized_scores,
     quantized_weighted_sum,
 )
 from mlx_transmuter.ops.registry import op
-
-
-@op("mlx.visible")
-def visibility_mask(index, *, window: int = 0):
-    """Which columns each token attends to: bool [rows, 1, seq, context]. window: only the last so many positions; 0:
-    all."""
-    return (index.window(window) if window else index).visible()
-
-
-@op("mlx.positions")
-def token_positions(index):
-    """The positions of the step's tokens, int32 [rows, seq], 0 for padding."""
-    return index.positions()
-
-
-@op("mlx.alibi")
-def add_alibi_bias(index, mask, *, slopes):
-    """ALiBi: turns mask, bool [rows, 1, seq, context], into an additive one [rows, heads, seq, context] of each head's
-    slope times the distance, the column's position minus the token's. Press et al. 2022.
-    """
-    index = _layer_index(index, mask)
-    distance = (index.column_positions()[:, None] - index.positions()[:, :, None])[:, None].astype(mx.float32)
-    bias = mx.array(slopes, mx.float32)[:, None, None] * distance
-    # The lowest number, not -inf: a padding token attends to nothing, and its scores must not become NaN.
-    return mx.where(mask, bias, mx.array(mx.finfo(mx.float32).min, mx.float32))
 
 
 @op("mlx.attention")
@@ -57,7 +34,7 @@ def attend_over_pools(
     softcap · tanh(score / softcap). The output is [rows, heads, seq, dim], with merge [rows, seq, heads · dim]. q may
     be [rows · heads, seq, dim]; the output then is too, without merge.
     """
-    head_index = _layer_index(head_index, mask)
+    head_index = layer_index(head_index, mask)
     rows, kv, seq, dim = k.shape
     kv = kv if v is not None else kv // 2
     is_flat = q.ndim == 3
@@ -83,11 +60,6 @@ def attend_over_pools(
     if merge:
         return out.reshape(rows, seq, -1), *pools
     return out.reshape(*((rows * heads,) if is_flat else (rows, heads)), seq, -1), *pools
-
-
-def _layer_index(index, mask):
-    """The index by which a layer with this mask reads its pools: the one whose columns are as many as the mask's."""
-    return index.index_for(mask.shape[-1]) if isinstance(index, HybridIndex) else index
 
 
 def _extend_key_value_pool(head_index, k, v, pool, stay_quantized: bool) -> tuple[Any, ...]:
@@ -134,9 +106,7 @@ def _unfused_attention(q, k, v, mask, sinks, scale: float, softcap: float, sizes
     # scores, so there the queries are scaled.
     if q.dtype != mx.float32:
         q, scale = q * scale, 1.0
-    scores = _scores(q, k) * scale
-    if softcap:
-        scores = mx.tanh(scores * (1 / softcap)) * softcap
+    scores = cap_scores(_scores(q, k) * scale, softcap)
     shape = scores.shape
     if mask.shape[:3] == (1, 1, 1):  # one token, with the same mask in all heads
         mask = mask.squeeze(0)
@@ -161,11 +131,3 @@ def _scores(q, k):
     if q.shape[1] <= 4 and k.shape[1] >= 512:  # BLAS copies the right side, so it is the short one
         return (k @ q.swapaxes(1, 2)).swapaxes(1, 2)
     return q @ k.swapaxes(1, 2)
-
-
-@op("mlx.last")
-def take_tokens(x, token_indices):
-    """x [rows, seq, dim] at the tokens token_indices, int32 [rows, k], of each row: [rows, k, dim]."""
-    if x.shape[1] == token_indices.shape[1] == 1:
-        return x
-    return mx.take_along_axis(x, mx.broadcast_to(token_indices[:, :, None], (*token_indices.shape, x.shape[2])), axis=1)
