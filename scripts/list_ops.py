@@ -10,10 +10,11 @@ from mlx_transmuter.ops import OPERATORS, Operator
 TARGET = Path(__file__).parent.parent / "docs" / "operators.md"
 HEAD = """# Operators
 
-Written by `scripts/list_ops.py` from the registry. A form holds from the opset in its name until the next form of its
-operator. *versions*: those of ONNX's schema that the form serves. *host*: it runs while a step is traced, on values
-that are known then, and leaves nothing in the step; *device*: it runs in the step (or on the host too, where all that
-it reads is known). *known*: the inputs that must be known while a step is traced: shapes, axes and constants are.
+Written by `scripts/list_ops.py` from the registry. An operator version holds from the opset in its name until the next
+version of its operator. *ONNX versions*: the versions of ONNX's schema that it covers. *host*: it runs while a step is
+traced, on values that are known then, and leaves nothing in the step; *device*: it runs in the step (or on the host,
+where all its inputs are known). *known*: the inputs that must be known while a step is traced, as shapes, axes and
+constants are.
 
 Operators of ONNX that are not here but whose schema has a function body (CenterCropPad, SequenceMap,
 SoftmaxCrossEntropyLoss) are expanded into it when a file is read. Left out are those of strings (StringConcat,
@@ -24,18 +25,18 @@ DOMAINS = {"": "ONNX", "com.microsoft": "com.microsoft (onnxruntime's)", "mlx": 
 
 
 def domain(name: str) -> str:
-    """The domain of a form's name: "" for ONNX's own."""
+    """Returns the domain of an operator's name: "" for ONNX's own."""
     return name.rpartition("-")[0].rpartition(".")[0] if "-" in name else name.partition(".")[0]
 
 
 def row(operator: Operator) -> str:
-    """The operator's line of the table."""
+    """Returns the operator's row of the table."""
     known = [operator.input_names[i] for i in sorted(operator.host_inputs)]
     hosted = "on the host" in operator.docstring or (
         operator.input_names and len(operator.host_inputs) == len(operator.input_names)
     )
     text = operator.docstring.split("\n\n")[0]
-    # A docstring ends with the versions of ONNX's schema that the form serves.
+    # A docstring ends with the versions of ONNX's schema that the operator version covers.
     versions = re.search(r"\bONNX \w+-([\d, to]+)\.", " ".join(operator.docstring.split()))
     text = " ".join(re.sub(r"\s*ONNX \w+-[\d, to]+\.", "", text).split()).replace("|", "&#124;")
     place, opsets = "host" if hosted else "device", versions[1] if versions else ""
@@ -48,7 +49,7 @@ def order(name: str) -> tuple[str, int]:
 
 
 def table() -> str:
-    """The whole document."""
+    """Returns the document."""
     parts = [HEAD]
     for key, title in DOMAINS.items():
         rows = [
@@ -57,7 +58,8 @@ def table() -> str:
             if domain(name) == key
         ]
         parts.append(
-            f"\n## {title}\n\n{len(rows)} forms.\n\n| form | versions | runs on | known | |\n|---|---|---|---|---|\n"
+            f"\n## {title}\n\n{len(rows)} operator versions.\n\n"
+            "| operator version | ONNX versions | runs on | known | |\n|---|---|---|---|---|\n"
         )
         parts.append("\n".join(rows) + "\n")
     return "".join(parts)

@@ -1,7 +1,7 @@
-"""The declared forms against ONNX's schemas: inputs, attributes, defaults, and versions that someone has read.
+"""The declared operator versions against ONNX's schemas: inputs, attributes, defaults, and versions of the schemas.
 
-A form holds from its own opset until the next form of its operator. ONNX may bring out a version in between; whether its
-meaning is the same is for a person to say, so each such version stands in REVIEWED.
+An operator version holds from its own opset until the next version of its operator. ONNX may publish a schema version in
+between; a person must check that its meaning is the same, and then lists it in REVIEWED_VERSIONS.
 """
 
 import numpy as np
@@ -12,8 +12,8 @@ from mlx_transmuter.ops import OPERATORS, REQUIRED, resolve_operator
 
 OLDEST_OPSET = 11
 
-# form: the versions of ONNX's schema that it serves. Versions that only add types, spell their text anew, or add an input or
-# attribute whose default is the older meaning share a form; the schemas of onnx 1.23 were read for it.
+# Operator version: the versions of ONNX's schema that it covers. Schema versions that only add types, change their text, or
+# add an input or attribute whose default is the older meaning share one; the schemas of onnx 1.23 were read for it.
 REVIEWED_VERSIONS = """
 Abs-6: 6 13; Acos-7: 7 22; Acosh-9: 9 22; Add-7: 7 13 14; AffineGrid-20: 20; And-7: 7; ArgMax-11: 11 12 13;
 ArgMin-11: 11 12 13; Asin-7: 7 22; Asinh-9: 9 22; Atan-7: 7 22; Atanh-9: 9 22; Attention-23: 23 24 25;
@@ -61,20 +61,20 @@ TopK-11: 11 24; Transpose-1: 1 13 21 23 24 25; Trilu-14: 14; Unique-11: 11 28; U
 Unsqueeze-13: 13 21 23 24 25; Upsample-9: 9; Where-9: 9 16; Xor-7: 7;
 """
 
-# Attributes that a Program never holds: a constant is read as one, and of an optional only the element matters.
-ATTRIBUTES_NOT_HELD = {"Constant": {"sparse_value"}, "Optional": {"type"}}
+# Attributes that a Program never has: the reader makes constants of them, and needs no type of an optional.
+ATTRIBUTES_NOT_IN_PROGRAMS = {"Constant": {"sparse_value"}, "Optional": {"type"}}
 
 # Defaults that ONNX spells in two ways.
 EQUIVALENT_DEFAULTS = {"bilinear": "linear"}
 
 
 def schema_versions():
-    """(operator, version, schema) of ONNX's own domain: for each operator the versions in force from opset 11 on."""
-    found: dict[str, dict[int, onnx.defs.OpSchema]] = {}
+    """Yields (operator, version, schema) of ONNX's own domain: all versions in force from opset 11 on."""
+    schemas: dict[str, dict[int, onnx.defs.OpSchema]] = {}
     for schema in onnx.defs.get_all_schemas_with_history():
         if schema.domain == "" and not schema.deprecated:
-            found.setdefault(schema.name, {})[schema.since_version] = schema
-    for name, versions in sorted(found.items()):
+            schemas.setdefault(schema.name, {})[schema.since_version] = schema
+    for name, versions in sorted(schemas.items()):
         oldest = max((v for v in versions if v <= OLDEST_OPSET), default=OLDEST_OPSET)
         for version in sorted(v for v in versions if v >= oldest):
             yield name, version, versions[version]
@@ -100,17 +100,17 @@ def schema_default(attribute: onnx.defs.OpSchema.Attribute):
 
 
 @pytest.mark.parametrize("schema", CASES)
-def test_a_form_takes_what_the_schema_offers(schema):
+def test_an_operator_version_takes_the_inputs_and_attributes_of_the_schema(schema):
     operator = OPERATORS[resolve_operator(schema.name, max(schema.since_version, OLDEST_OPSET))]
     option = onnx.defs.OpSchema.FormalParameterOption
-    variadic = any(one.option == option.Variadic for one in schema.inputs)
+    variadic = any(parameter.option == option.Variadic for parameter in schema.inputs)
     assert operator.is_variadic == variadic
     if not variadic:
         assert len(schema.inputs) <= len(operator.input_names)
-        required = sum(one.option == option.Single for one in schema.inputs)
+        required = sum(parameter.option == option.Single for parameter in schema.inputs)
         assert operator.required_inputs <= required
     for name, attribute in schema.attributes.items():
-        if name in ATTRIBUTES_NOT_HELD.get(schema.name, ()):
+        if name in ATTRIBUTES_NOT_IN_PROGRAMS.get(schema.name, ()):
             continue
         assert name in operator.attribute_defaults, f"{operator.name} takes no {name}"
         ours, theirs = operator.attribute_defaults[name], schema_default(attribute)
@@ -125,7 +125,7 @@ def test_a_form_takes_what_the_schema_offers(schema):
             )
 
 
-def test_every_version_of_onnx_was_read():
+def test_every_schema_version_was_reviewed():
     reviewed = {}
     for entry in REVIEWED_VERSIONS.replace("\n", " ").split(";"):
         name, _, versions = entry.strip().partition(": ")
@@ -135,8 +135,8 @@ def test_every_version_of_onnx_was_read():
         name = resolve_operator(kind, max(version, OLDEST_OPSET))
         if name is not None:
             assert version in reviewed.get(name, ()), (
-                f"{kind}-{version} falls to {name}, which nobody has checked: read what ONNX changed, then either declare "
-                f"a new form or add {version} to REVIEWED"
+                f"{kind}-{version} resolves to {name}, which nobody has reviewed: read what ONNX changed, then either "
+                f"declare a new operator version or add {version} to REVIEWED_VERSIONS"
             )
     stale = {name for name in reviewed if name not in OPERATORS}
     assert not stale

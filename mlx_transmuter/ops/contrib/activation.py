@@ -104,7 +104,7 @@ def gated_add(x, y, gate, gate_weight=None):
 def bias_dropout(
     x, bias, residual=None, ratio=None, training_mode: HostArray = None, *, seed: int = 0, outputs: int = 1
 ):
-    """x + bias + residual, as nothing is dropped in use; and the mask of what is kept. com.microsoft BiasDropout-1."""
+    """x + bias + residual, as inference drops nothing; and the mask of what remains. com.microsoft BiasDropout-1."""
     if training_mode is not None and training_mode.any():
         raise OperatorError("training_mode", "a graph for inference", "export it in evaluation mode")
     total = x + bias if residual is None else x + bias + residual

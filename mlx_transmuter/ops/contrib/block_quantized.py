@@ -29,7 +29,7 @@ def mat_mul_n_bits(
     accuracy_level: int = 0,
     weight_prepacked: int = 0,
 ):
-    """a [..., K] times the transpose of a weight [N, K] held in blocks of bits bits; plus bias [N].
+    """a [..., K] times the transpose of a weight [N, K] in blocks of bits bits; plus bias [N].
 
     b: uint8 [N, blocks, block_size · bits / 8]; scales: [N, blocks]; zero_points: packed as b's values or floats, one a
     block, 2^(bits - 1) where absent; g_idx: int32 [K], each column's block where they are not in order. accuracy_level
@@ -44,18 +44,18 @@ def mat_mul_n_bits(
         return product if bias is None else product + bias
     blocks = -(-K // block_size)
     packed, scales = b.reshape(N, blocks, block_size * bits // 8), scales.reshape(N, blocks)
-    held = None
-    block_of = mx.arange(K, dtype=mx.int32) // block_size
+    affine = None
+    column_blocks = mx.arange(K, dtype=mx.int32) // block_size
     if g_idx is not None and g_idx.size:
-        block_of = g_idx.reshape(-1)[:K]
+        column_blocks = g_idx.reshape(-1)[:K]
     else:
-        held = to_mlx_affine(packed, scales, zero_points, bits, block_size)
-    if held is not None:
-        w, scale, biases, group = held
+        affine = to_mlx_affine(packed, scales, zero_points, bits, block_size)
+    if affine is not None:
+        w, scale, biases, group = affine
         x = pad_columns(a, blocks * block_size - K)
         product = mx.quantized_matmul(x, w, scale, biases, transpose=True, group_size=group, bits=bits).astype(a.dtype)
     else:
-        product = a @ dequantize_blocks(packed, scales, zero_points, bits, block_of).astype(a.dtype).T
+        product = a @ dequantize_blocks(packed, scales, zero_points, bits, column_blocks).astype(a.dtype).T
     return product if bias is None else product + bias
 
 
@@ -91,7 +91,7 @@ def mat_mul_bnb4(
 ):
     """a [..., K] times the transpose of a weight [N, K] (or a [..., N] times it, without transB) in 4-bit codes.
 
-    b: uint8 [N · K / 2], the first code in the high bits; absmax: [N · K / block_size], what a code of 1 stands for in
+    b: uint8 [N · K / 2], the first code in the high bits; absmax: [N · K / block_size], the value of a code of 1 in
     each run of block_size weights; quant_type: 0 for FP4, 1 for NF4. com.microsoft MatMulBnb4-1.
     """
     weight = dequantize_bnb4(b, absmax, N, K, block_size, quant_type).astype(a.dtype)
@@ -101,7 +101,7 @@ def mat_mul_bnb4(
 def dequantize_bnb4(
     packed: mx.array, absmax: mx.array, rows: int, columns: int, block_size: int, kind: int
 ) -> mx.array:
-    """The weight [rows, columns] of MatMulBnb4 in float32."""
+    """Returns the weight [rows, columns] of MatMulBnb4 in float32. Raises OperatorError for an unknown quant_type."""
     if kind not in _BNB4_CODE_VALUES:
         raise OperatorError(f"quant_type {kind}", "0 (FP4) or 1 (NF4)")
     size = rows * columns
@@ -162,7 +162,7 @@ def gather_block_quantized(
 
 
 def _shares_bytes(data: mx.array, scales: mx.array, blocked: int, bits: int, block_size: int) -> bool:
-    """Whether several values share a byte: the scales tell it from a uint4 tensor, which lies in bytes here too."""
+    """Returns whether values share a byte. A uint4 tensor is uint8 here, too, but with fewer blocks for its size."""
     if data.dtype != mx.uint8 or bits == 8:
         return False
     if blocked != data.ndim - 1:

@@ -12,7 +12,7 @@ from mlx_transmuter.ops.registry import op
 def fused_mat_mul(
     a, b, *, alpha: float = 1.0, transA: int = 0, transB: int = 0, transBatchA: int = 0, transBatchB: int = 0
 ):
-    """alpha · a' · b' as numpy.matmul, ' being the transposes asked for.
+    """alpha · a' · b' as numpy.matmul, ' being the transposes that the attributes name.
 
     transBatchA moves axis 0 of a behind its batch axes, [m, ..., k] → [..., m, k]; transA then swaps the last two.
     com.microsoft FusedMatMul-1.

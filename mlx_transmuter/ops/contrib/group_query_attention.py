@@ -55,7 +55,7 @@ def group_query_attention(
 
     query: [batch, seq, heads · dim], or q, k and v packed on the last axis; key, value: [batch, seq, kv heads · dim];
     past_key, past_value: [batch, kv heads, capacity, dim]; seqlens_k: int32 [batch], the tokens that a row holds after
-    the step, less 1; total_sequence_length: their most. Row b's tokens stand at the positions from P = seqlens_k[b] + 1
+    the step, less 1; total_sequence_length: their largest. Row b's tokens have the positions from P = seqlens_k[b] + 1
     - seq (0 where that is negative: a first prompt padded on the right) and are written there, padding tokens too. The
     present has the capacity max(past's, total). position_ids: [batch, seq], to rotate by, P + i where absent;
     attention_bias: [batch or 1, heads or 1, seq, total]; head_sink: [heads]; query_seqlens: [batch], the real tokens of

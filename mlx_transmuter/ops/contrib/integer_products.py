@@ -16,7 +16,9 @@ from mlx_transmuter.ops.registry import op
 
 
 def dequantized_integer_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias=None) -> mx.array:
-    """(a - a_zero_point) · a_scale times (b - b_zero_point) · b_scale, plus bias [n]: float32, exact up to the scales.
+    """Returns (a - a_zero_point) · a_scale times (b - b_zero_point) · b_scale, plus bias [n]: float32.
+
+    The product of integers is exact.
 
     a: 8-bit [..., m, k], its scale and zero point scalars; b: 8-bit [..., k, n], its scale and zero point scalars or
     [n].

@@ -31,13 +31,13 @@ def linear_attention(
     state_window: int = 0,
     update_rule: str = "gated_delta",
 ):
-    """Attention over a state S [batch, kv heads, dim, v dim] that each token decays and writes to; and the last state.
+    """Attention over a state S [batch, kv heads, dim, v dim] that each token decays and updates; and the last state.
 
     query: [batch, seq, heads · dim]; key: [batch, seq, kv heads · dim]; value: [batch, seq, kv heads · v dim]; decay,
-    log: [batch, seq, kv heads] or [batch, seq, kv heads · dim]; beta: [batch, seq, kv heads or 1]. The output has a
-    head for each query head, or kv head where these are more. With state_window w the states are [w, batch, …]: those
-    after the last w tokens, zeros where there are fewer. chunk_size changes nothing but speed elsewhere. com.microsoft
-    LinearAttention-1.
+    as its logarithm: [batch, seq, kv heads] or [batch, seq, kv heads · dim]; beta: [batch, seq, kv heads or 1]. The output
+    has a head per query head, or per kv head where there are more of these. With state_window w the states are [w,
+    batch, …]: those after the last w tokens, zeros where there are fewer. chunk_size affects only the speed of other
+    implementations. com.microsoft LinearAttention-1.
     """
     heads = max(q_num_heads, kv_num_heads)
     batch, seq, _ = query.shape
@@ -103,11 +103,11 @@ def gated_delta_net(
 ):
     """LinearAttention with its gates fused in, of [batch, seq, heads, dim] or tokens in one row, [tokens, heads, dim].
 
-    query, key: heads of dim; value: a multiple of the heads, of v dim; or all packed in query. decay, beta: a number a
-    head and token, or a channel's each. The states are turned: float32 [batch, value heads, v dim, dim]. cu_seqlens:
-    where the sequences in one row begin and end, [batch + 1]; else they are of one length. gate_activation: "softplus"
-    for -exp(a_log) · softplus(decay + dt_bias), "sigmoid" for gate_lower_bound · sigmoid(exp(a_log) · (decay +
-    dt_bias)). com.microsoft GatedDeltaNet-1.
+    query, key: heads of dim; value: a multiple of the heads, of v dim; or all three packed in query. decay, beta: one
+    number per head and token, or per channel. The states are transposed: float32 [batch, value heads, v dim, dim].
+    cu_seqlens: where the sequences in one row begin and end, [batch + 1]; without it they have equal lengths.
+    gate_activation: "softplus" for -exp(a_log) · softplus(decay + dt_bias), "sigmoid" for gate_lower_bound ·
+    sigmoid(exp(a_log) · (decay + dt_bias)). com.microsoft GatedDeltaNet-1.
     """
     if state_update_capacity:
         raise OperatorError("state_update_capacity", "0: transitions are for engines that draft tokens")

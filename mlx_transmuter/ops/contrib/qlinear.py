@@ -1,4 +1,4 @@
-"""Element by element on quantised tensors of com.microsoft: what float operators give, between a scale and another."""
+"""Operators of com.microsoft on quantised tensors: dequantised, computed in floats, and quantised again."""
 
 import mlx.core as mx
 
@@ -9,7 +9,7 @@ from mlx_transmuter.ops.registry import op
 
 
 def _requantize(x: mx.array, scale: mx.array, zero_point: mx.array | None, like: mx.array) -> mx.array:
-    """Float x quantised to zero_point's type, or the type of like where it is absent."""
+    """Returns float x quantised to the type of zero_point, or of `like` where it is absent."""
     return quantize_to(x, scale, zero_point, quantized_type_name(like if zero_point is None else zero_point))
 
 

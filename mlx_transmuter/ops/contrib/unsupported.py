@@ -50,7 +50,7 @@ UNSUPPORTED_OPERATORS: dict[str, str] = {
     "Mamba2Verify": _DRAFT_REPLAY,
     "MatMulBlockQuantizedFp4Weight": _SMALL_FLOATS,
     "MatMulBlockQuantizedFp8Weight": _SMALL_FLOATS,
-    "MatMulFpQ4": "weights as one kind of CPU packs them; MatMulNBits is the form for files",
+    "MatMulFpQ4": "weights as one kind of CPU packs them; files have MatMulNBits",
     "MatMulNBitsMlp": _SESSION_FUSION,
     "MatMulNBitsQLoRA": _SESSION_FUSION,
     "MatMulNBitsQkv": _SESSION_FUSION,

@@ -1,4 +1,4 @@
-"""Indices into an axis: checked, counted from the end, and one value per element of an axis laid out to broadcast."""
+"""Indices into an axis, and the shapes of vectors along one."""
 
 import mlx.core as mx
 import numpy as np

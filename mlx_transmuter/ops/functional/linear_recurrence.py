@@ -131,8 +131,8 @@ def _run_chunk(tokens: RecurrenceInputs, state: mx.array) -> tuple[mx.array, mx.
 def _unit_lower_inverse(lower: mx.array) -> mx.array:
     """Returns the inverse of 1 + lower, strictly lower triangular [..., n, n].
 
-    It is found by substitution over blocks of 1, 2, 4, …. A power series needs as few products, but
-    its terms grow like binomial coefficients where keys are similar.
+    It is computed by substitution over blocks of 1, 2, 4, …. A power series needs as few products, but its terms grow
+    like binomial coefficients where keys are similar.
     """
     n = lower.shape[-1]
     size = 1 << (n - 1).bit_length()

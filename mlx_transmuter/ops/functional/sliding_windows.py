@@ -1,4 +1,4 @@
-"""Windows that slide over the spatial axes of [batch, channels, *space]: their places, padding and views."""
+"""Windows that slide over the spatial axes of [batch, channels, *space]: their positions, padding and views."""
 
 import math
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from mlx_transmuter.ops.registry import OperatorError
 
 
 class SlidingWindows(NamedTuple):
-    """Where windows lie along each spatial axis: their size, steps, spacing, padding, and how many there are."""
+    """The windows along each spatial axis: their size, stride, dilation, the padding, and their number."""
 
     kernel: list[int]
     strides: list[int]
@@ -20,14 +20,17 @@ class SlidingWindows(NamedTuple):
 
     @property
     def spans(self) -> list[int]:
-        """The elements from the first to the last of a window, per axis."""
+        """The number of elements from the first to the last of a window, per axis."""
         return [(k - 1) * d + 1 for k, d in zip(self.kernel, self.dilations, strict=True)]
 
 
 def place_windows(
     space, kernel, strides=None, dilations=None, pads=None, auto_pad="NOTSET", ceil_mode=0
 ) -> SlidingWindows:
-    """The windows over the sizes `space`, by ONNX's attributes of Conv and the pools."""
+    """Returns the windows over the sizes `space`, by the attributes of ONNX's Conv and pooling operators.
+
+    Raises OperatorError for an unknown auto_pad.
+    """
     rank = len(space)
     kernel, strides, dilations = list(kernel), list(strides or [1] * rank), list(dilations or [1] * rank)
     spans = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
@@ -59,7 +62,7 @@ def split_same_padding(total: list[int], auto_pad: str) -> tuple[list[int], list
 
 
 def pad_for_windows(x: mx.array, w: SlidingWindows, filler: float) -> mx.array:
-    """x [batch, channels, *space] with as much of `filler` around it as the windows reach."""
+    """Returns x [batch, channels, *space] with as much of `filler` around it as the windows reach."""
     widths = [(0, 0), (0, 0)]
     for n, low, count, stride, span in zip(x.shape[2:], w.pad_before, w.counts, w.strides, w.spans, strict=True):
         widths.append((low, max((count - 1) * stride + span - n - low, 0)))
@@ -69,7 +72,7 @@ def pad_for_windows(x: mx.array, w: SlidingWindows, filler: float) -> mx.array:
 
 
 def window_view(x: mx.array, w: SlidingWindows) -> mx.array:
-    """The windows over an array that is padded for them: [batch, channels, *count, *kernel], a view."""
+    """Returns a view of the windows over an array padded for them: [batch, channels, *count, *kernel]."""
     x = mx.contiguous(x)
     steps = [math.prod(x.shape[i + 1 :]) for i in range(x.ndim)]
     strides = [step * s for step, s in zip(steps[2:], w.strides, strict=True)]

@@ -1,4 +1,4 @@
-"""The `mlx.nn` layers that a program may name, so that MLX's own tools (`nn.quantize`, `tree_flatten`) find them."""
+"""The `mlx.nn` layers of a program, which MLX's own tools (`nn.quantize`, `tree_flatten`) find in its module."""
 
 from contextlib import suppress
 from typing import Any
@@ -14,10 +14,11 @@ from mlx_transmuter.ops.registry import HostArrayIfKnown, NNLayer, OperatorError
 
 
 def make_layer(kind: str, **options) -> nn.Module:
-    """An empty layer of that kind, whose arrays `load_weights` fills. Raises OperatorError for a kind that is not here.
+    """Returns a layer of that kind, whose arrays `load_weights` fills. Raises OperatorError for another kind.
 
-    kind "Linear" (bias), "Embedding", "QuantizedLinear" (bias, bits, group_size), "QuantizedEmbedding" (bits,
-    group_size); of a mixture's experts "SwitchLinear" (bias), "QuantizedSwitchLinear" (bias, bits, group_size).
+    The kinds and their options: "Linear" (bias), "Embedding", "QuantizedLinear" (bias, bits, group_size),
+    "QuantizedEmbedding" (bits, group_size); of a mixture's experts "SwitchLinear" (bias), "QuantizedSwitchLinear"
+    (bias, bits, group_size).
     """
     bias = bool(options.get("bias", False))
     if kind == "Linear":
@@ -40,23 +41,23 @@ def make_layer(kind: str, **options) -> nn.Module:
 def linear(x, layer: NNLayer, residual=None, *, pad: int = 0):
     """x [..., in] through the layer: [..., out]. MatMul with a constant matrix, and the Add of a bias after it.
 
-    to: what the product is added to, [..., out], as the residual stream. pad: columns of zeros after x's own, for a
-    quantised layer whose last group is not full.
+    residual: [..., out], added to the product. pad: columns of zeros after x's own, for a quantised layer whose last
+    group is not full.
     """
     x = pad_columns(x, pad)
     bias = layer.get("bias")
     if type(layer) is nn.Linear:
-        turned = _transposed_weight(layer.weight, x)
+        transposed = _transposed_weight(layer.weight, x)
     elif type(layer) is nn.QuantizedLinear and _prefers_dequantized(x):
-        turned = _dequantized_weight(layer)
+        transposed = _dequantized_weight(layer)
     else:
         return _add_residual(layer(x), residual)
     if bias is not None:
-        return _add_residual(mx.addmm(bias, x, turned), residual)
-    # Of other types addmm would compute the product in the type of the sum.
-    if residual is None or not (residual.dtype == x.dtype == turned.dtype):
-        return _add_residual(x @ turned, residual)
-    return _add_matmul(residual, x, turned)
+        return _add_residual(mx.addmm(bias, x, transposed), residual)
+    # With mixed types addmm would compute the product in the type of the sum.
+    if residual is None or not (residual.dtype == x.dtype == transposed.dtype):
+        return _add_residual(x @ transposed, residual)
+    return _add_matmul(residual, x, transposed)
 
 
 @op("mlx.embedding")
@@ -75,39 +76,41 @@ def as_linear(x, table: NNLayer):
     return table.as_linear(x)  # pyright: ignore[reportOptionalCall]
 
 
-def _add_residual(product: mx.array, to: mx.array | None) -> mx.array:
-    return product if to is None else product + to
+def _add_residual(product: mx.array, residual: mx.array | None) -> mx.array:
+    return product if residual is None else product + residual
 
 
-def _add_matmul(to: mx.array, x: mx.array, turned: mx.array) -> mx.array:
-    """to [..., out] + x [..., in] @ turned [in, out] or [1, in, out], in one operation.
+def _add_matmul(residual: mx.array, x: mx.array, transposed: mx.array) -> mx.array:
+    """Returns residual [..., out] + x [..., in] @ transposed [in, out] or [1, in, out], as one operation.
 
-    Several rows are laid flat first: on the CPU each would else read the whole matrix for itself.
+    The batch axes are flattened first: otherwise each row of a batch would read the whole matrix on the CPU.
     """
-    if x.ndim < 3 or turned.ndim == 3:
-        return mx.addmm(to, x, turned)
-    return mx.unflatten(mx.addmm(mx.flatten(to, 0, -2), mx.flatten(x, 0, -2), turned), 0, x.shape[:-1])
+    if x.ndim < 3 or transposed.ndim == 3:
+        return mx.addmm(residual, x, transposed)
+    y = mx.addmm(mx.flatten(residual, 0, -2), mx.flatten(x, 0, -2), transposed)
+    return mx.unflatten(y, 0, x.shape[:-1])
 
 
 def _transposed_weight(matrix: mx.array, x: mx.array) -> mx.array:
-    """matrix [out, in] as the right side of a product with x [..., in].
+    """Returns matrix [out, in] transposed, as the right side of a product with x [..., in].
 
-    A view that is evaluated now stands in a compiled step as it is, where a transpose would be made anew at each call;
-    and a product of two stacks of one matrix, unlike that of a stack and a matrix, needs no reshapes around it.
+    The view is evaluated here, so that a compiled step has it as a constant and does not transpose at each call. For
+    an x of one row, [1, seq, in], it is [1, in, out]: a product of two stacks needs no reshapes around it.
     """
-    turned = matrix.T[None] if x.ndim == 3 and x.shape[0] == 1 else matrix.T
-    with suppress(ValueError):  # what MLX raises where the weights are a function's arguments, as in training
-        mx.eval(turned)
-    return turned
+    transposed = matrix.T[None] if x.ndim == 3 and x.shape[0] == 1 else matrix.T
+    with suppress(ValueError):  # which MLX raises where the weights are arguments of a traced function, as in training
+        mx.eval(transposed)
+    return transposed
 
 
 def _prefers_dequantized(x: mx.array) -> bool:
-    """Whether a quantised product of x should be one of floats: on the CPU, beyond two rows, it is 4 to 20 × as
-    fast."""
+    """Returns whether a product of floats with the dequantised weight is faster: it is 4 to 20 × on the CPU from 3
+    rows on.
+    """
     return mx.default_device() == mx.cpu and x.size > 2 * x.shape[-1]
 
 
 def _dequantized_weight(layer: Any) -> mx.array:
-    """The weight of a quantised layer as floats [in, out]."""
+    """Returns the weight of a quantised layer as floats [in, out]."""
     weight = mx.dequantize(layer.weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, layer.mode)
     return weight.T

@@ -14,13 +14,13 @@ def _is_integer(x: mx.array) -> bool:
 
 
 def _magnitude(x: mx.array) -> mx.array:
-    """|x| as an unsigned integer, which holds that of the smallest value too."""
+    """Returns |x| as an unsigned integer, which also represents that of the smallest value."""
     unsigned = _UNSIGNED_OF.get(x.dtype)
     return x if unsigned is None else mx.where(x < 0, -x, x).view(unsigned)
 
 
 def _fmod(a: mx.array, b: mx.array) -> mx.array:
-    """The remainder with the sign of `a`, as C's fmod and %; by magnitudes, so that every backend rounds alike."""
+    """Returns the remainder with the sign of `a`, as C's fmod; from magnitudes, so that every backend rounds alike."""
     if _is_integer(a):
         remainder = mx.remainder(_magnitude(a), _magnitude(b)).astype(a.dtype)
         return mx.where(a < 0, -remainder, remainder)

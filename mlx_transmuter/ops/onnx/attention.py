@@ -45,13 +45,13 @@ def attention(
     softmax_precision=None,
     outputs=1,
 ):
-    """softmax(softcap(q k^T * scale) + mask) v; then the keys, the values and the scores if asked for.
+    """softmax(softcap(q k^T * scale) + mask) v; then the keys, the values and the scores.
 
     q [batch, heads, queries, dim] or [batch, queries, heads * dim], k and v likewise with kv heads; past_* [batch, kv
-    heads, past, dim] go before them. mask bool (true: seen) or float (added), broadcast to [batch, heads, queries,
-    columns], short ones not seen at the end. nonpad_kv_seqlen integers [batch]: how many columns of each row are
-    filled. Causal and windowed queries stand at the end of the past, or of the filled columns. A query that sees
-    nothing gives zeros. ONNX Attention-23, 24, 25.
+    heads, past, dim] go before them. mask bool (true: visible) or float (added), broadcast to [batch, heads, queries,
+    columns]; columns past its end are hidden. nonpad_kv_seqlen integers [batch]: how many columns of each row are
+    filled. For causal attention and windows the queries come at the end of the past, or of the filled columns. A query
+    that sees no column gives zeros. ONNX Attention-23, 24, 25.
     """
     rank = q.ndim
     q, k, v = _as_heads(q, q_num_heads), _as_heads(k, kv_num_heads), _as_heads(v, kv_num_heads)
@@ -61,32 +61,32 @@ def attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     queries, columns = q.shape[2], k.shape[2]
     offset = past if nonpad_kv_seqlen is None else nonpad_kv_seqlen.reshape(-1, 1, 1, 1) - queries
-    seen = _position_mask(queries, columns, offset, left_window_size, 0 if is_causal else right_window_size)
-    # MLX's own causal mask, which needs no array, puts the last query at the last column.
-    plain = bool(is_causal) and mask is None and nonpad_kv_seqlen is None and left_window_size < 0
-    plain = plain and past + queries == columns
+    visible = _position_mask(queries, columns, offset, left_window_size, 0 if is_causal else right_window_size)
+    # MLX's own causal mask, which needs no array, takes the last query to be at the last column.
+    is_plain_causal = bool(is_causal) and mask is None and nonpad_kv_seqlen is None and left_window_size < 0
+    is_plain_causal = is_plain_causal and past + queries == columns
     if nonpad_kv_seqlen is not None:
         filled = mx.arange(columns) < nonpad_kv_seqlen.reshape(-1, 1, 1, 1)
-        seen = filled if seen is None else seen & filled
-    mask, guard = _merge_masks(mask, seen, columns, q.dtype)
-    # Positions alone hide a whole row only where queries stand before the first column.
-    guard = (
-        guard
+        visible = filled if visible is None else visible & filled
+    mask, may_hide_all = _merge_masks(mask, visible, columns, q.dtype)
+    # Positions alone hide all columns of a query only where the query comes before the first of them.
+    may_hide_all = (
+        may_hide_all
         or nonpad_kv_seqlen is not None
         or (left_window_size >= 0 and past + queries - 1 - left_window_size >= columns)
     )
 
     scores = None
     if outputs <= 3 and not softcap:
-        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal" if plain else mask)
-        if guard and mask is not None:
+        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal" if is_plain_causal else mask)
+        if may_hide_all and mask is not None:
             y = mx.where(_fully_masked_queries(mask), mx.zeros((), y.dtype), y)
     else:
         weights, scores = _weights_and_scores(
             q,
             k,
             mask,
-            may_mask_whole_rows=guard,
+            may_hide_all=may_hide_all,
             scale=scale,
             softcap=softcap,
             softmax_precision=softmax_precision,
@@ -105,10 +105,10 @@ def _position_mask(queries: int, columns: int, offset, left: int, right: int) ->
         return None
     xp = np if isinstance(offset, int) else mx
     distance = xp.arange(columns)[None, :] - (xp.arange(queries)[:, None] + offset)
-    seen = distance >= -left if left >= 0 else None
+    visible = distance >= -left if left >= 0 else None
     if right >= 0:
-        seen = distance <= right if seen is None else seen & (distance <= right)
-    return to_device(seen) if isinstance(seen, np.ndarray) else seen
+        visible = distance <= right if visible is None else visible & (distance <= right)
+    return to_device(visible) if isinstance(visible, np.ndarray) else visible
 
 
 def _merge_masks(mask: mx.array | None, position_mask: mx.array | None, columns: int, dtype: mx.Dtype):
@@ -136,7 +136,7 @@ def _weights_and_scores(
     k: mx.array,
     mask: mx.array | None,
     *,
-    may_mask_whole_rows: bool,
+    may_hide_all: bool,
     scale: float,
     softcap: float,
     softmax_precision: int | None,
@@ -152,7 +152,7 @@ def _weights_and_scores(
     else:
         weights = mx.softmax(saturating_cast(masked, device_dtype(softmax_precision)), axis=-1, precise=True)
     weights = weights.astype(q.dtype)
-    if may_mask_whole_rows and mask is not None:
+    if may_hide_all and mask is not None:
         weights = mx.where(_fully_masked_queries(mask), mx.zeros((), weights.dtype), weights)
     return weights, (product, capped, masked, weights)[score_stage]
 

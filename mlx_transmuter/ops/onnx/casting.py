@@ -7,7 +7,7 @@ from mlx_transmuter.ops.types import ELEMENT_TYPE_CODES, ELEMENT_TYPE_NAMES, dev
 
 
 def saturating_cast(x: mx.array, dtype: mx.Dtype) -> mx.array:
-    """x as `dtype`: a float becomes the integer toward zero, the nearest one where it is out of a 32-bit range."""
+    """Returns x as `dtype`. Floats are truncated to integers; out of a 32-bit range they become the nearest in it."""
     if not (mx.issubdtype(x.dtype, mx.floating) and mx.issubdtype(dtype, mx.integer)):
         return x.astype(dtype)
     if dtype.size < 4:

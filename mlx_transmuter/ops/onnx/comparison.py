@@ -67,7 +67,7 @@ def is_nan(x):
 
 @op("IsInf-10")
 def is_inf(x, *, detect_negative=1, detect_positive=1):
-    """Where x is infinite, of the signs asked for. ONNX IsInf-10, 20."""
+    """Where x is infinite, of the signs that the attributes name. ONNX IsInf-10, 20."""
     if detect_negative and detect_positive:
         return mx.isinf(x)
     if detect_positive:

@@ -8,7 +8,7 @@ import numpy as np
 from mlx_transmuter.ops.registry import HostArray, OperatorError, op
 from mlx_transmuter.ops.types import to_device
 
-# The turns of a loop are laid out one after another in a step; no step could be compiled with more.
+# A step has the iterations of a loop unrolled; no step could be compiled with more of them.
 MAX_LOOP_ITERATIONS = 2**10
 
 

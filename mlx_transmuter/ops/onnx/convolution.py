@@ -1,4 +1,4 @@
-"""Convolutions over [batch, channels, *space] in one to three dimensions, and what folds patches back into images."""
+"""Convolutions over [batch, channels, *space] in one to three dimensions, and the sum of patches into images."""
 
 import math
 
@@ -10,7 +10,7 @@ from mlx_transmuter.ops.registry import HostArray, OperatorError, op
 
 
 def _to_channels_last(x: mx.array) -> mx.array:
-    """Channels from axis 1 to the end, where MLX has them."""
+    """Returns x with the channels moved from axis 1 to the end, where MLX has them."""
     return x.transpose(0, *range(2, x.ndim), 1)
 
 
@@ -110,11 +110,11 @@ def conv_transpose(
     full = [strides[i] * (space[i] - 1) + extra[i] + spans[i] for i in range(rank)]
     pads = list(pads or [0] * (2 * rank))
     if output_shape or auto_pad in ("SAME_UPPER", "SAME_LOWER"):
-        wanted = list(output_shape)[-rank:] if output_shape else [n * s for n, s in zip(space, strides, strict=True)]
-        total = [max(f - n, 0) for f, n in zip(full, wanted, strict=True)]
+        lengths = list(output_shape)[-rank:] if output_shape else [n * s for n, s in zip(space, strides, strict=True)]
+        total = [max(f - n, 0) for f, n in zip(full, lengths, strict=True)]
         before, after = split_same_padding(total, auto_pad)
         pads = before + after
-        extra = [e + max(n - f, 0) for e, f, n in zip(extra, full, wanted, strict=True)]
+        extra = [e + max(n - f, 0) for e, f, n in zip(extra, full, lengths, strict=True)]
     elif auto_pad == "VALID":
         pads = [0] * (2 * rank)
     elif auto_pad != "NOTSET":
@@ -140,7 +140,7 @@ def conv_transpose(
 
 @op("Col2Im-18")
 def col2im(x, image_shape: HostArray, block_shape: HostArray, *, dilations=None, pads=None, strides=None):
-    """The columns x [batch, channels * block, blocks] added up at their places: [batch, channels, *image].
+    """The columns x [batch, channels * block, blocks] summed at their positions: [batch, channels, *image].
 
     ONNX Col2Im-18.
     """

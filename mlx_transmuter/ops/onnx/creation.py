@@ -23,7 +23,7 @@ def constant(
     value_string=None,
     value_strings=None,
 ):
-    """The one attribute that is given, on the host. ONNX Constant-9, 11, 12, 13, 19, 21, 23, 24, 25."""
+    """The value of the node's only attribute, on the host. ONNX Constant-9, 11, 12, 13, 19, 21, 23, 24, 25."""
     if value is not None:
         return value
     for number, dtype in (

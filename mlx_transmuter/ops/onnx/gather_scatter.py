@@ -24,7 +24,7 @@ def gather_elements(x, indices: HostArrayIfKnown, *, axis=0):
 
 
 def _flatten_nd_indices(indices: mx.array | np.ndarray, sizes: tuple[int, ...]) -> mx.array:
-    """indices [..., k] into the first k of the axes `sizes`, as [...] into their product."""
+    """Returns indices [..., k] into k axes of the sizes `sizes` as indices [...] into their flattened product."""
     flat = mx.zeros(indices.shape[:-1], mx.int32)
     for i in range(indices.shape[-1]):
         flat = flat * sizes[i] + wrap_negative_indices(
@@ -50,7 +50,7 @@ def gather_nd(x, indices: HostArrayIfKnown, *, batch_dims=0):
 
 
 def _scatter_rows(rows: mx.array, indices: mx.array, updates: mx.array, reduction: str) -> mx.array:
-    """rows [n, d] with updates [m, d] at indices [m], combined with what is there."""
+    """Returns rows [n, d] with updates [m, d] at indices [m], combined with the old rows by `reduction`."""
     if reduction == "none":
         return mx.put_along_axis(rows, mx.broadcast_to(indices[:, None], updates.shape), updates, axis=0)
     at = rows.at[indices]
@@ -69,7 +69,7 @@ def _scatter_rows(rows: mx.array, indices: mx.array, updates: mx.array, reductio
 def scatter_nd(x, indices: HostArrayIfKnown, updates, *, reduction="none"):
     """x with updates at indices [..., k], each naming a place in the first k axes. ONNX ScatterND-11, 13, 16, 18.
 
-    updates [..., *the other axes of x]; reduction none, add, mul, max or min with what stands there.
+    updates [..., *the other axes of x]; reduction none, add, mul, max or min with the old element.
     """
     if updates.size == 0 or x.size == 0:
         return x

@@ -51,7 +51,7 @@ def _to_pixel_coordinate(p: mx.array, n: int, align_corners: int) -> mx.array:
 
 
 def _reflect_or_clip(p: mx.array, n: int, mode: str, align_corners: int) -> mx.array:
-    """The place p along an axis of n elements, brought inside by the border or by reflection at it."""
+    """Returns the coordinates p along an axis of n elements, clipped to the border or reflected at it."""
     if mode == "border":
         return mx.clip(p, 0, n - 1)
     if mode == "zeros":
@@ -78,7 +78,7 @@ def _cubic_weights(t: mx.array) -> list[mx.array]:
 def interpolate(
     x: mx.array, points: list[mx.array], mode: str, padding: str = "zeros", align_corners: int = 1
 ) -> mx.array:
-    """x [batch, channels, *space] at points, one [batch, *out] per spatial axis, elements outside by `padding`."""
+    """Returns x [batch, channels, *space] at points, one [batch, *out] per spatial axis; `padding` as in GridSample."""
     taps = []
     for p, n in zip(points, x.shape[2:], strict=True):
         base = mx.floor(p)

@@ -26,7 +26,7 @@ def matmul(a, b):
 
 @op("Gemm-11")
 def gemm(a, b, c=None, *, alpha=1.0, beta=1.0, transA=0, transB=0):
-    """alpha * a b + beta * c, of matrices, transposed first if asked; c broadcasts. ONNX Gemm-11, 13."""
+    """alpha * a b + beta * c, of matrices, transposed first by transA and transB; c broadcasts. ONNX Gemm-11, 13."""
     a, b = (a.T if transA else a), (b.T if transB else b)
     product = _exact_matmul(a, b)
     product = product if alpha == 1 else (alpha * product).astype(product.dtype)

@@ -80,7 +80,7 @@ def hardmax(x, *, axis=-1):
 
 
 def _broadcast_channels(x: mx.array, values: mx.array) -> mx.array:
-    """values [channels] shaped to go with x [batch, channels, ...]."""
+    """Returns values [channels] in a shape that broadcasts with x [batch, channels, ...]."""
     return values.reshape(axis_shape(min(1, x.ndim - 1), x.ndim))
 
 
@@ -92,13 +92,13 @@ def _normalize_by_statistics(x, scale, bias, mean, variance, epsilon) -> mx.arra
 
 @op("BatchNormalization-9")
 def batch_normalization_9(x, scale, bias, mean, variance, *, epsilon=1e-5, momentum=0.9):
-    """x [batch, channels, ...] scaled by given statistics per channel, as in use. ONNX BatchNormalization-9."""
+    """x [batch, channels, ...] scaled by the statistics of each channel. ONNX BatchNormalization-9."""
     return _normalize_by_statistics(x, scale, bias, mean, variance, epsilon)
 
 
 @op("BatchNormalization-14")
 def batch_normalization(x, scale, bias, mean, variance, *, epsilon=1e-5, momentum=0.9, training_mode=0, outputs=1):
-    """x [batch, channels, ...] scaled by given statistics per channel; in training by its own, which move those.
+    """x [batch, channels, ...] scaled by the statistics of each channel; in training by its own, which update those.
 
     ONNX BatchNormalization-14, 15.
     """

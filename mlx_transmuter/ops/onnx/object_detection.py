@@ -68,7 +68,7 @@ def roi_align(
 
 
 def _sampling_points(start: float, length: float, cells: int, ratio: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Along one axis, the two elements beside each sample and their weights, [2, cells * samples] each."""
+    """Returns, along one axis, the two elements beside each sample and their weights, [2, cells * samples] each."""
     count = ratio if ratio > 0 else math.ceil(length / cells)
     at = start + (np.arange(cells * count) + 0.5) * length / cells / max(count, 1)
     outside = (at < -1) | (at > size)
@@ -80,7 +80,7 @@ def _sampling_points(start: float, length: float, cells: int, ratio: int, size: 
 
 
 def _pool_samples(image: mx.array, rows, columns, height: int, width: int, mode: str) -> mx.array:
-    """image [channels, h, w] sampled and reduced over the samples of each cell: [channels, height, width]."""
+    """Returns image [channels, h, w] sampled and reduced over the samples of each cell: [channels, height, width]."""
     (at_r, w_r), (at_c, w_c) = rows, columns
     if not at_r.shape[1] or not at_c.shape[1]:
         return mx.zeros((image.shape[0], height, width))
@@ -134,14 +134,14 @@ def non_max_suppression(
     *,
     center_point_box=0,
 ):
-    """The boxes to keep, best first, none overlapping a kept one too much: int64 [kept, 3] on the host.
+    """The selected boxes, best first, of which no two overlap too much: int64 [selected, 3] on the host.
 
-    A kept one is image, class, box. boxes [batch, boxes, 4] as y1, x1, y2, x2 or as x, y, width, height; scores [batch,
-    classes, boxes]. ONNX NonMaxSuppression-10, 11.
+    A selected box is (image, class, box). boxes [batch, boxes, 4] as y1, x1, y2, x2 or as x, y, width, height; scores
+    [batch, classes, boxes]. ONNX NonMaxSuppression-10, 11.
     """
-    most = 0 if max_output_boxes_per_class is None else int(max_output_boxes_per_class.item())
+    max_count = 0 if max_output_boxes_per_class is None else int(max_output_boxes_per_class.item())
     overlap = 0.0 if iou_threshold is None else float(iou_threshold.item())
-    kept = []
+    selected = []
     first, second = boxes[..., :2], boxes[..., 2:]
     if center_point_box:
         first, second = first - second / 2, first + second / 2
@@ -151,7 +151,7 @@ def non_max_suppression(
         for kind in range(scores.shape[1]):
             chosen: list[int] = []
             for i in np.argsort(-scores[image, kind], kind="stable").tolist():
-                if len(chosen) == most or (
+                if len(chosen) == max_count or (
                     score_threshold is not None and not scores[image, kind, i] > score_threshold.item()
                 ):
                     break
@@ -165,5 +165,5 @@ def non_max_suppression(
                 )
                 if not np.any(common > overlap * (area[i] + area[chosen] - common)):
                     chosen.append(i)
-            kept += [[image, kind, i] for i in chosen]
-    return np.array(kept, np.int64).reshape(-1, 3)
+            selected += [[image, kind, i] for i in chosen]
+    return np.array(selected, np.int64).reshape(-1, 3)

@@ -7,7 +7,7 @@ from mlx_transmuter.ops.registry import HostArray, op
 
 
 def _reverse_order(x: mx.array) -> mx.array:
-    """x in the opposite order, without the overflow that negating the smallest integer has."""
+    """Returns values ordered opposite to x, without the overflow of negating the smallest integer."""
     if x.dtype == mx.bool_:
         return mx.logical_not(x)
     return mx.bitwise_invert(x) if mx.issubdtype(x.dtype, mx.integer) else -x

@@ -10,7 +10,7 @@ from mlx_transmuter.ops.registry import HostArray, op
 
 
 def _kernel_axes(x: mx.array) -> tuple[int, ...]:
-    """The axes of the kernel in a view of windows over x."""
+    """Returns the axes of the kernel in a view of windows over x."""
     space = x.ndim - 2
     return tuple(range(2 + space, 2 + 2 * space))
 
@@ -47,7 +47,7 @@ def max_pool(
 
 
 def _flat_indices_of_maxima(x: mx.array, w: SlidingWindows, place: mx.array, storage_order: int) -> mx.array:
-    """The index in the flattened x of the element `place` of each window, [batch, channels, *count]."""
+    """Returns the index in the flattened x of the element `place` of each window, [batch, channels, *count]."""
     space = x.shape[2:]
     order = range(len(space)) if storage_order else reversed(range(len(space)))
     sizes = 1

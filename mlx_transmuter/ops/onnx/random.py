@@ -1,4 +1,4 @@
-"""Operators of chance: dropout, random arrays. The numbers are MLX's own; ONNX fixes only their distribution."""
+"""Dropout and random arrays. The numbers are MLX's own; ONNX specifies only their distribution."""
 
 import mlx.core as mx
 import numpy as np
@@ -8,17 +8,17 @@ from mlx_transmuter.ops.types import device_dtype
 
 
 def _random_key(seed: float | None) -> mx.array | None:
-    """The key of a seed, whose bits count, since ONNX's seeds are floats; None draws from MLX's own state."""
+    """Returns the key of a seed, from its bits, as ONNX's seeds are floats; None for MLX's own state."""
     return None if seed is None else mx.random.key(int(np.float32(seed).view(np.uint32)))
 
 
 def _dropout(x: mx.array, ratio: float, training: bool, seed: float | None, outputs: int):
     if training and ratio > 0:
-        kept = mx.random.bernoulli(1 - ratio, x.shape, _random_key(seed))
-        y = mx.where(kept, x / (1 - ratio) if ratio < 1 else x, 0).astype(x.dtype)
+        mask = mx.random.bernoulli(1 - ratio, x.shape, _random_key(seed))
+        y = mx.where(mask, x / (1 - ratio) if ratio < 1 else x, 0).astype(x.dtype)
     else:
-        y, kept = x, mx.ones(x.shape, mx.bool_)
-    return (y, kept)[:outputs]
+        y, mask = x, mx.ones(x.shape, mx.bool_)
+    return (y, mask)[:outputs]
 
 
 @op("Dropout-10")
@@ -47,7 +47,7 @@ def random_normal(*, shape, dtype=1, mean=0.0, scale=1.0, seed=None):
 
 @op("RandomNormalLike-1")
 def random_normal_like(x, *, dtype=None, mean=0.0, scale=1.0, seed=None):
-    """Normally distributed numbers of x's shape, and of its type if none is given. ONNX RandomNormalLike-1, 22."""
+    """Normally distributed numbers of x's shape, and of its type without `dtype`. ONNX RandomNormalLike-1, 22."""
     drawn = mx.random.normal(x.shape, dtype=mx.float32, loc=mean, scale=scale, key=_random_key(seed))
     return drawn.astype(x.dtype if dtype is None else device_dtype(dtype))
 
@@ -60,7 +60,7 @@ def random_uniform(*, shape, dtype=1, high=1.0, low=0.0, seed=None):
 
 @op("RandomUniformLike-1")
 def random_uniform_like(x, *, dtype=None, high=1.0, low=0.0, seed=None):
-    """Numbers spread evenly over [low, high) of x's shape, and of its type if none is given.
+    """Numbers spread evenly over [low, high) of x's shape, and of its type without `dtype`.
 
     ONNX RandomUniformLike-1, 22.
     """
@@ -70,7 +70,7 @@ def random_uniform_like(x, *, dtype=None, high=1.0, low=0.0, seed=None):
 
 @op("Bernoulli-15")
 def bernoulli(x, *, dtype=None, seed=None):
-    """1 with the chance x, else 0, in x's type if none is given. ONNX Bernoulli-15, 22."""
+    """1 with the chance x, else 0, in x's type without `dtype`. ONNX Bernoulli-15, 22."""
     return mx.random.bernoulli(x, key=_random_key(seed)).astype(x.dtype if dtype is None else device_dtype(dtype))
 
 

@@ -1,4 +1,4 @@
-"""Reductions along axes, which are an attribute of the older forms and an input, known on the host, of the newer."""
+"""Reductions along axes, which are an attribute in older operator versions and an input known on the host in newer."""
 
 import math
 from collections.abc import Callable
@@ -14,20 +14,23 @@ def _l2(x: mx.array, **to) -> mx.array:
 
 
 def _reduce(x: mx.array, axes: Any, keepdims: int, noop: int, function: Callable, empty: float) -> mx.array:
-    """function over the axes (all if none are given and not `noop`), in x's type; `empty` is what nothing gives."""
+    """Returns function(x) over the axes (without axes: over all, or x where `noop`), in x's type.
+
+    empty: the result over no elements.
+    """
     chosen = tuple(sorted({axis % x.ndim for axis in axes})) if axes else ()
     if not chosen and not noop:
         chosen = tuple(range(x.ndim))
     if x.size == 0:
         # MLX's reductions of nothing read memory that nobody wrote, and may not end.
-        kept = [1 if i in chosen else n for i, n in enumerate(x.shape) if keepdims or i not in chosen]
-        return mx.full(kept, _clamp_to_dtype(empty, x.dtype), x.dtype)
+        shape = [1 if i in chosen else n for i, n in enumerate(x.shape) if keepdims or i not in chosen]
+        return mx.full(shape, _clamp_to_dtype(empty, x.dtype), x.dtype)
     # The root and the logarithm of a sum hold for one element too; mean, max and the like are the element itself.
     return function(x, axis=chosen, keepdims=bool(keepdims)).astype(x.dtype)
 
 
 def _clamp_to_dtype(value: float, dtype: mx.Dtype) -> float | int | bool:
-    """The value, or the bound of `dtype` that stands for an infinite one."""
+    """Returns the value, or the largest or smallest of `dtype` for an infinite one."""
     if dtype == mx.bool_:
         return value > 0
     if mx.issubdtype(dtype, mx.integer):

@@ -114,7 +114,7 @@ def _resize(
 
 
 def _saturate_to(y: mx.array, dtype: mx.Dtype) -> mx.array:
-    """y in the type of the input, integers saturated."""
+    """Returns y in a type, integers rounded and saturated."""
     if y.dtype == dtype or mx.issubdtype(dtype, mx.floating):
         return y.astype(dtype)
     limits = mx.iinfo(dtype)
@@ -122,9 +122,9 @@ def _saturate_to(y: mx.array, dtype: mx.Dtype) -> mx.array:
 
 
 def _source_coordinates(length: int, size: int, ratio: float, mode: str, roi: tuple[float, float]) -> np.ndarray:
-    """Where each of `length` elements of the result lies in an axis of `size` elements, float32.
+    """Returns the coordinate of each of `length` elements of the result in an axis of `size` elements, float32.
 
-    In float32, as onnxruntime has it, so that a scale of 0.6 reaches the whole places that it would reach exactly.
+    float32, as in onnxruntime, so that a scale of 0.6 gives integers where it would exactly.
     """
     i, scale, n = np.arange(length, dtype=np.float32), np.float32(ratio), np.float32(size)
     width = scale * n  # not a whole number where a scale gave it: ONNX's reference and its cases keep the fraction
@@ -163,7 +163,7 @@ def _nearest_indices(at: np.ndarray, size: int, mode: str) -> np.ndarray:
 def _interpolation_weights(
     at: np.ndarray, size: int, mode: str, scale: float, cubic: float, exclude: bool
 ) -> np.ndarray:
-    """The weight of each input element (columns) in each result (rows); scale < 1 widens the kernel (antialias)."""
+    """Returns the weight of each input element (column) in each result (row); a scale < 1 widens the kernel."""
     reach = (1 if mode == "linear" else 2) / scale
     first = np.floor(at - reach).astype(np.int64) + 1
     places = first[:, None] + np.arange(math.ceil(2 * reach) + 1)

@@ -1,4 +1,4 @@
-"""Spectra: Fourier transforms, windows over a signal, the mel filter bank."""
+"""Fourier transforms, windows over a signal, and the mel filter bank."""
 
 import mlx.core as mx
 import numpy as np
@@ -17,8 +17,8 @@ def dft_17(x, dft_length: HostArray = None, *, axis=1, inverse=0, onesided=0):
 def dft(x, dft_length: HostArray = None, axis: HostArray = None, *, inverse=0, onesided=0):
     """The discrete Fourier transform of x [..., 1 or 2] (real and imaginary part) along an axis: [..., 2]. ONNX DFT-20.
 
-    dft_length: the signal is cut or filled with zeros to it. onesided: the first half of the spectrum alone is given,
-    or for the inverse taken, which then gives real numbers [..., 1].
+    dft_length: the length to which the signal is cut or filled with zeros. onesided: the output is only the first half
+    of the spectrum; for the inverse the input is, and the output is real, [..., 1].
     """
     return _dft(x, dft_length, -2 if axis is None else int(axis.item()), inverse, onesided)
 
@@ -80,14 +80,14 @@ def stft(x, frame_step: HostArray, window=None, frame_length: HostArray = None, 
 
 
 def _cosine_window(size: np.ndarray, datatype: int, periodic: int, waves: tuple[float, ...]) -> np.ndarray | mx.array:
-    """The sum of waves[k] * cos(2 pi k n / length), which a periodic window reaches one element after its end."""
+    """Returns the sum of waves[k] * cos(2 pi k n / period); the period is one element longer for a periodic window."""
     count = int(size.item())
     turns = 2 * np.pi * np.arange(count) / max(count if periodic else count - 1, 1)
     return _as_onnx_type(sum(share * np.cos(k * turns) for k, share in enumerate(waves)), datatype)
 
 
 def _as_onnx_type(values, datatype: int) -> np.ndarray | mx.array:
-    """Host values as the ONNX type; numpy has no bfloat16, so that goes to the device."""
+    """Returns host values as the ONNX type; bfloat16, which numpy lacks, becomes a device array."""
     if ELEMENT_TYPE_NAMES[datatype] == "bfloat16":
         return mx.array(np.asarray(values, np.float32)).astype(mx.bfloat16)
     return np.asarray(values).astype(ELEMENT_TYPE_NAMES[datatype])

@@ -19,7 +19,7 @@ def tf_idf_vectorizer(
     pool_strings=None,
     weights=None,
 ):
-    """How often each n-gram of the pool stands in each row of x [..., length], weighted: [..., classes] on the host.
+    """How often each n-gram of the pool occurs in each row of x [..., length], weighted: [..., classes] on the host.
 
     The pool holds the 1-grams, then the 2-grams, and so on from the places ngram_counts; elements of an n-gram may lie
     up to max_skip_count apart. ONNX TfIdfVectorizer-9.
@@ -41,9 +41,9 @@ def tf_idf_vectorizer(
             # A single element has no gaps, so that it counts once.
             for step in range(1, 2 if size == 1 else max_skip_count + 2):
                 for start in range(len(items) - (size - 1) * step):
-                    found = classes.get(tuple(items[start : start + (size - 1) * step + 1 : step]))
-                    if found is not None:
-                        counts[(*row, ngram_indexes[found])] += 1
+                    pool_index = classes.get(tuple(items[start : start + (size - 1) * step + 1 : step]))
+                    if pool_index is not None:
+                        counts[(*row, ngram_indexes[pool_index])] += 1
     if mode == "TF":
         return counts
     # As ONNX has it, the weights go by the n-gram's class, and there are as many.
