@@ -1,16 +1,17 @@
-"""Attention and rotary positions against loops over NumPy arrays: masks, rows that see nothing, caches, windows."""
+"""Attention and rotary embeddings against loops over NumPy arrays: masks, rows without columns, caches, windows."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_node import run_node
+from random_inputs import float_source
 
 SETTINGS = settings(max_examples=80, derandomize=True)
 
 
 def brute_force_attention(q, k, v, bias, scale, softcap):
-    """One query and one column at a time, float64; bias [batch, heads, queries, columns], -inf where nothing is seen."""
+    """One query and one column at a time, float64; bias [batch, heads, queries, columns], -inf where a column is hidden."""
     batch, heads, queries, _ = q.shape
     group = heads // k.shape[1]
     y = np.zeros((batch, heads, queries, v.shape[-1]))
@@ -27,61 +28,71 @@ def brute_force_attention(q, k, v, bias, scale, softcap):
 
 @st.composite
 def attention_cases(draw):
+    """Draws inputs by name, attributes, and the bias [batch, heads, queries, columns] that they amount to."""
     batch, kv, group, dim = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2)), 4
     queries, past = draw(st.integers(1, 4)), draw(st.integers(0, 3))
     cache = draw(st.sampled_from(["none", "past", "filled"]))
-    fresh = queries if cache != "filled" else queries + past
+    new_columns = queries if cache != "filled" else queries + past
     rng = np.random.default_rng(draw(st.integers(0, 99)))
-
-    def floats(*shape):
-        return rng.normal(size=shape).astype(np.float32)
-
-    q, k, v = floats(batch, kv * group, queries, dim), floats(batch, kv, fresh, dim), floats(batch, kv, fresh, dim + 2)
-    inputs = {"q": q, "k": k, "v": v}
-    columns, offset = fresh, np.zeros(batch, int)
-    bias = None
+    floats = float_source(rng)
+    inputs = {
+        "q": floats(batch, kv * group, queries, dim),
+        "k": floats(batch, kv, new_columns, dim),
+        "v": floats(batch, kv, new_columns, dim + 2),
+    }
+    columns, offset = new_columns, np.zeros(batch, int)
     if cache == "past":
         inputs |= {"past_key": floats(batch, kv, past, dim), "past_value": floats(batch, kv, past, dim + 2)}
-        columns, offset = fresh + past, offset + past
+        columns, offset = new_columns + past, offset + past
+    bias = np.zeros((batch, kv * group, queries, columns))
     if cache == "filled":
-        # Fewer columns may be filled than there are queries: the first of these see nothing then.
+        # Fewer columns may be filled than there are queries: the first of these then see no column.
         lengths = np.array([draw(st.integers(0, columns)) for _ in range(batch)])
         inputs["nonpad_kv_seqlen"] = lengths
         offset = lengths - queries
-    bias = np.zeros((batch, kv * group, queries, columns))
-    if cache == "filled":
         for b in range(batch):
             bias[b, :, :, lengths[b] :] = -np.inf
-    kind = draw(st.sampled_from(["none", "bool", "float"]))
-    if kind != "none":
-        width = columns - draw(st.integers(0, 1)) if columns > 1 else columns
-        lead = draw(st.sampled_from([(), (1, 1), (batch, 1), (1, kv * group), (batch, kv * group)]))
-        shape = (*lead, queries, width)
-        if kind == "bool":
-            mask = rng.random(shape) < 0.6
-            added = np.where(mask, 0, -np.inf)
-        else:
-            mask = np.where(rng.random(shape) < 0.3, -np.inf, rng.normal(size=shape)).astype(np.float32)
-            added = mask.astype(np.float64)
-        # Columns beyond a short mask are not seen.
-        bias = bias + np.concatenate([added, np.full((*shape[:-1], columns - width), -np.inf)], axis=-1)
+    mask, mask_bias = draw_mask(draw, rng, bias.shape)
+    if mask is not None:
         inputs["mask"] = mask
-    attrs = {"is_causal": int(draw(st.booleans()))}
-    left, right = draw(st.integers(-1, 2)), draw(st.integers(-1, 2))
+        bias = bias + mask_bias
+    window = {
+        "is_causal": int(draw(st.booleans())),
+        "left_window_size": draw(st.integers(-1, 2)),
+        "right_window_size": draw(st.integers(-1, 2)),
+    }
     for b, i, j in np.ndindex(batch, queries, columns):
-        distance = j - (i + offset[b])
-        if (
-            (attrs["is_causal"] and distance > 0)
-            or (left >= 0 and -distance > left)
-            or (right >= 0 and distance > right)
-        ):
+        if is_hidden_by_position(j - (i + offset[b]), **window):
             bias[b, :, i, j] = -np.inf
-    attrs |= {"left_window_size": left, "right_window_size": right}
-    if draw(st.booleans()):
-        attrs["scale"] = 0.3
-    if draw(st.booleans()):
-        attrs["softcap"] = 1.5
-    return inputs, attrs, bias
+    scores = draw(st.sampled_from([{}, {"scale": 0.3}, {"softcap": 1.5}, {"scale": 0.3, "softcap": 1.5}]))
+    return inputs, window | scores, bias
+
+
+def draw_mask(draw, rng, shape):
+    """Draws a bool or float mask, maybe without batch, heads or the last column, and its bias; or (None, None)."""
+    batch, heads, queries, columns = shape
+    kind = draw(st.sampled_from(["none", "bool", "float"]))
+    if kind == "none":
+        return None, None
+    width = columns - draw(st.integers(0, 1)) if columns > 1 else columns
+    lead = draw(st.sampled_from([(), (1, 1), (batch, 1), (1, heads), (batch, heads)]))
+    mask_shape = (*lead, queries, width)
+    if kind == "bool":
+        mask = rng.random(mask_shape) < 0.6
+        bias = np.where(mask, 0, -np.inf)
+    else:
+        mask = np.where(rng.random(mask_shape) < 0.3, -np.inf, rng.normal(size=mask_shape)).astype(np.float32)
+        bias = mask.astype(np.float64)
+    # Columns past the end of a short mask are hidden.
+    hidden = np.full((*mask_shape[:-1], columns - width), -np.inf)
+    return mask, np.concatenate([bias, hidden], axis=-1)
+
+
+def is_hidden_by_position(distance, is_causal, left_window_size, right_window_size):
+    """Returns whether a column is hidden from a query, distance being its position minus the query's."""
+    too_far_left = left_window_size >= 0 and -distance > left_window_size
+    too_far_right = right_window_size >= 0 and distance > right_window_size
+    return (is_causal and distance > 0) or too_far_left or too_far_right
 
 
 INPUT_NAMES = ("q", "k", "v", "mask", "past_key", "past_value", "nonpad_kv_seqlen")
@@ -97,22 +108,24 @@ def test_attention(case):
     truth = brute_force_attention(
         inputs["q"].astype(np.float64), k, v, bias, attrs.get("scale", 0.5), attrs.get("softcap", 0)
     )
-    given = [inputs.get(name) for name in INPUT_NAMES]
-    while given[-1] is None:
-        given.pop()
-    y, present_key, present_value = run_node("Attention", given, attrs, ("y", "present_key", "present_value"), opset=25)
+    arrays = [inputs.get(name) for name in INPUT_NAMES]
+    while arrays[-1] is None:
+        arrays.pop()
+    y, present_key, present_value = run_node(
+        "Attention", arrays, attrs, ("y", "present_key", "present_value"), opset=25
+    )
     np.testing.assert_allclose(y, truth, atol=2e-6, rtol=1e-5)
     np.testing.assert_array_equal(present_key, k)
     np.testing.assert_array_equal(present_value, v)
-    # Three axes hold the same numbers, heads beside one another.
-    flat = [x if i > 2 else x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1) for i, x in enumerate(given)]
+    # The same inputs with three axes, the heads one after another on the last.
+    flat = [x if i > 2 else x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1) for i, x in enumerate(arrays)]
     heads = {"q_num_heads": inputs["q"].shape[1], "kv_num_heads": inputs["k"].shape[1]}
     (joined,) = run_node("Attention", flat, attrs | heads, opset=25)
     np.testing.assert_allclose(joined, truth.swapaxes(1, 2).reshape(joined.shape), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2, 3])
-def test_scores_that_are_shown(mode):
+def test_the_scores_of_each_stage(mode):
     rng = np.random.default_rng(mode)
     q, k, v = (rng.normal(size=(1, 2, 3, 4)).astype(np.float32) for _ in range(3))
     mask = np.array([[True, False, True], [False, False, False], [True, True, True]])
@@ -132,7 +145,7 @@ def test_scores_that_are_shown(mode):
 @pytest.mark.parametrize("interleaved", [0, 1])
 @pytest.mark.parametrize("part", [0, 4])
 @pytest.mark.parametrize("by_position", [True, False])
-def test_rotary_positions(interleaved, part, by_position):
+def test_rotary_embedding(interleaved, part, by_position):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 3, 5, 6)).astype(np.float32)
     half = (part or 6) // 2

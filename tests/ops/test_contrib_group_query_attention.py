@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnxruntime_node import assert_outputs_close, module_outputs, onnxruntime_outputs
+from random_inputs import float_source
 
 from mlx_transmuter.ops.contrib.group_query_attention import group_query_attention
 
@@ -13,18 +14,29 @@ OUTPUT_NAMES = ("y", "present_key", "present_value")
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
 
+# The numbers of the rotary tables and of head_sink, which rows share.
+SHARED_INPUTS = (7, 8, 11)
+
+
 class GroupQueryCase:
-    """The inputs of one node: batch rows that hold `held` tokens and get seq new ones, over buffers of `capacity`."""
+    """The inputs of one node: rows with past_lengths tokens and seq new ones, over buffers of that capacity."""
 
     def __init__(
-        self, seed, held, seq, capacity=None, packed=False, rotary=False, bias=False, dtype=np.float32, **attrs
+        self,
+        seed,
+        past_lengths,
+        seq,
+        capacity=None,
+        *,
+        packed=False,
+        rotary=False,
+        bias=False,
+        dtype=np.float32,
+        **attrs,
     ):
         rng = np.random.default_rng(seed)
-        batch, self.seq, self.past_lengths = len(held), seq, np.array(held)
-
-        def floats(*shape):
-            return rng.normal(size=shape).astype(dtype)
-
+        floats = float_source(rng, dtype)
+        batch, self.seq, self.past_lengths = len(past_lengths), seq, np.array(past_lengths)
         self.lengths = self.past_lengths + seq
         total = int(self.lengths.max())
         capacity = total - seq if capacity is None else capacity
@@ -41,14 +53,15 @@ class GroupQueryCase:
         self.attrs = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, **({"do_rotary": 1} if rotary else {}), **attrs}
 
     def single_row(self, b):
-        """The case with row b alone."""
+        """Returns the case of row b alone."""
         alone = object.__new__(GroupQueryCase)
         alone.seq, alone.attrs = self.seq, self.attrs
         alone.past_lengths, alone.lengths = self.past_lengths[b : b + 1], self.lengths[b : b + 1]
         total = np.array(int(self.lengths[b]), dtype=np.int32)
-        alone.inputs = [
-            x if x is None or i in (7, 8, 11) else x[b : b + 1] if x.ndim else total for i, x in enumerate(self.inputs)
-        ]
+        alone.inputs = list(self.inputs)
+        for i, x in enumerate(self.inputs):
+            if x is not None and i not in SHARED_INPUTS:
+                alone.inputs[i] = x[b : b + 1] if x.ndim else total
         if self.inputs[10] is not None:
             alone.inputs[10] = self.inputs[10][b : b + 1, ..., : int(total)]
         return alone
@@ -72,12 +85,12 @@ FEATURES = {
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize(
-    ("held", "seq", "capacity"),
+    ("past_lengths", "seq", "capacity"),
     [((0, 0), 5, 0), ((0,), 6, 9), ((4, 4), 1, None), ((2, 7), 1, 12), ((7,), 3, None), ((7,), 3, 16)],
     ids=["prompt", "prompt in a buffer", "token", "ragged token", "part", "part in a buffer"],
 )
-def test_group_query_attention(feature, held, seq, capacity):
-    case = GroupQueryCase(len(feature), held, seq, capacity, **FEATURES[feature])
+def test_group_query_attention(feature, past_lengths, seq, capacity):
+    case = GroupQueryCase(len(feature), past_lengths, seq, capacity, **FEATURES[feature])
     truth = onnxruntime_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES)
     ours = module_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES, host_inputs=(6,))
     assert_outputs_close(truth[0], ours[0], 1e-5)
@@ -106,11 +119,11 @@ def test_float16(feature):
     )
 
 
-@pytest.mark.parametrize(("held", "seq", "capacity"), [((0, 0), 4, 0), ((3, 6), 1, 10), ((5,), 2, 8)])
-def test_head_sink_and_softcap(held, seq, capacity):
+@pytest.mark.parametrize(("past_lengths", "seq", "capacity"), [((0, 0), 4, 0), ((3, 6), 1, 10), ((5,), 2, 8)])
+def test_head_sink_and_softcap(past_lengths, seq, capacity):
     sink = np.array([0.5, -1.0, 2.0, 0.0], dtype=np.float32)
     for extra in ({}, {"softcap": 2.0}):
-        case = GroupQueryCase(2, held, seq, capacity, **extra)
+        case = GroupQueryCase(2, past_lengths, seq, capacity, **extra)
         case.inputs.append(sink)
         assert_matches_onnxruntime_rows(case)
 
@@ -156,8 +169,8 @@ def test_a_total_known_only_when_the_step_runs():
 def test_rows_of_the_buffer_that_are_not_filled_are_never_read():
     case = GroupQueryCase(8, (3, 6), 1, 12)
     for past in (3, 4):
-        for row, held in enumerate(case.past_lengths):
-            case.inputs[past][row, :, held:] = 1e30
+        for row, past_length in enumerate(case.past_lengths):
+            case.inputs[past][row, :, past_length:] = 1e30
     _, ours = assert_matches_onnxruntime_rows(case)
     assert np.isfinite(ours[0]).all()
 
@@ -230,7 +243,7 @@ def test_a_row_that_sees_nothing_gives_no_nan(dtype, softcap):
 def test_any_case(data):
     """Rows of a batch one by one: onnxruntime takes no more of several tokens on a past."""
     batch, seq = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
-    held = [data.draw(st.integers(0, 8)) for _ in range(batch)]
+    past_lengths = [data.draw(st.integers(0, 8)) for _ in range(batch)]
     attrs = {
         "packed": data.draw(st.booleans()),
         "rotary": data.draw(st.booleans()),
@@ -242,7 +255,11 @@ def test_any_case(data):
         "scale": data.draw(st.sampled_from([0.0, 0.4])),
     }
     case = GroupQueryCase(
-        data.draw(st.integers(0, 99)), held, seq, max(held) + seq + data.draw(st.integers(0, 3)), **attrs
+        data.draw(st.integers(0, 99)),
+        past_lengths,
+        seq,
+        max(past_lengths) + seq + data.draw(st.integers(0, 3)),
+        **attrs,
     )
     ours = module_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES, host_inputs=(6,))
     for b, length in enumerate(case.lengths):

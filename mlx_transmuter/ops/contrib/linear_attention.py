@@ -34,7 +34,7 @@ def linear_attention(
     """Attention over a state S [batch, kv heads, dim, v dim] that each token decays and updates; and the last state.
 
     query: [batch, seq, heads · dim]; key: [batch, seq, kv heads · dim]; value: [batch, seq, kv heads · v dim]; decay,
-    as its logarithm: [batch, seq, kv heads] or [batch, seq, kv heads · dim]; beta: [batch, seq, kv heads or 1]. The output
+    its logarithm: [batch, seq, kv heads] or [batch, seq, kv heads · dim]; beta: [batch, seq, kv heads or 1]. The output
     has a head per query head, or per kv head where there are more of these. With state_window w the states are [w,
     batch, …]: those after the last w tokens, zeros where there are fewer. chunk_size affects only the speed of other
     implementations. com.microsoft LinearAttention-1.
