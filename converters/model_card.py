@@ -9,69 +9,92 @@ from mlx_transmuter.program import Program
 
 
 def render_model_card(program: Program, config: dict[str, Any], folder: Path) -> str:
-    """The card's text. folder: the converted folder, whose files say whether the model has a tokenizer."""
-    meta = program.metadata
-    base = meta["source"].get("base_model")
-    proof = meta["proof"]
-    rows = [
+    """Returns the text of the card, from what the conversion recorded in the program's metadata.
+
+    config: the model's config.json. folder: the converted folder, whose files tell whether the model has a tokenizer.
+    """
+    metadata = program.metadata
+    lines = [*_front_lines(metadata, config), *_proof_lines(metadata)]
+    if record := metadata.get("float_activations"):
+        lines += _float_activation_lines(record)
+    if record := metadata.get("cast"):
+        lines += _cast_lines(record)
+    if record := metadata.get("quantization"):
+        lines += _quantization_lines(record)
+    if not (folder / "tokenizer.json").is_file():
+        lines += ["", "The source has no tokenizer.json: the model takes and gives token ids."]
+    return "\n".join(lines) + "\n"
+
+
+def _front_lines(metadata: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    base_model = metadata["source"].get("base_model")
+    return [
         "---",
         "library_name: mlx_transmuter",
         "pipeline_tag: text-generation",
-        *([f"base_model: {base}"] if base else []),
+        *([f"base_model: {base_model}"] if base_model else []),
         "tags:",
         "- mlx",
         "- onnx",
         "---",
         "",
-        f"# {base or config.get('model_type') or 'A decoder'} for MLX",
+        f"# {base_model or config.get('model_type') or 'A decoder'} for MLX",
         "",
-        f"Converted from `{meta['source']['file']}` by mlx-transmuter. Run it with",
+        f"Converted from `{metadata['source']['file']}` by mlx-transmuter. Run it with",
         "",
         "```",
         "mlx-transmuter generate --model <this folder> --prompt …",
         "```",
         "",
+    ]
+
+
+def _proof_lines(metadata: dict[str, Any]) -> list[str]:
+    proof, nodes = metadata["proof"], metadata["nodes"]
+    lengths = ", ".join(str(length) for length in proof["prompts"] if length)
+    return [
         "What the conversion proved, on random tokens, against the unrewritten graph:",
         "",
-        f"- prompts of {', '.join(str(n) for n in proof['prompts'] if n)} tokens in one batch, {proof['steps']} steps:"
+        f"- prompts of {lengths} tokens in one batch, {proof['steps']} steps:"
         f" logits within {proof['error']:.1e} of their spread (limit {proof['limit']:.0e});",
-        f"- the cache works in the mode `{meta['cache_mode']}`;",
-        *(
-            f"- the rewrite `{r['name'].replace('_', ' ')}` replaced"
-            f" {r['held']} {'node' if r['held'] == 1 else 'nodes'}"
-            + (f" and left {sum(r['declined'].values())}" if r["declined"] else "")
-            + ";"
-            for r in meta["rewrites"]
-            if r["held"] or r["declined"]  # the others found nothing to do
-        ),
-        f"- {meta['nodes']['read']} nodes were read, {meta['nodes']['kept']} are left.",
+        f"- the cache works in the mode `{metadata['cache_mode']}`;",
+        # A rewrite that replaced and skipped nothing found nothing to do.
+        *(_rewrite_line(rewrite) for rewrite in metadata["rewrites"] if rewrite["held"] or rewrite["declined"]),
+        f"- {nodes['read']} nodes were read, {nodes['kept']} are left.",
     ]
-    if made := meta.get("float_activations"):
-        rows += [
-            "",
-            f"The file rounds activations to 8 bits; here they stay in float ({made['held']} nodes). On a prompt",
-        ]
-        rows += [f"of random tokens that moves the logits by up to {made['error']:.1e} of their spread."]
-    if made := meta.get("cast"):
-        rows += [
-            "",
-            f"Then converted to {made['dtype']}: on the same prompts, logits within {made['error']:.1e} of the",
-        ]
-        rows += [f"graph's spread (limit {made['limit']:.0e})."]
-    if quantization := meta.get("quantization"):
-        rows += ["", *_quantization_lines(quantization)]
-    if not (folder / "tokenizer.json").is_file():
-        rows += ["", "The source has no tokenizer.json: the model takes and gives token ids."]
-    return "\n".join(rows) + "\n"
+
+
+def _rewrite_line(record: dict[str, Any]) -> str:
+    count, skipped = record["held"], sum(record["declined"].values())
+    line = f"- the rewrite `{record['name'].replace('_', ' ')}` replaced {count} {'node' if count == 1 else 'nodes'}"
+    return f"{line} and left {skipped};" if skipped else f"{line};"
+
+
+def _float_activation_lines(record: dict[str, Any]) -> list[str]:
+    return [
+        "",
+        f"The file rounds activations to 8 bits; here they stay in float ({record['held']} nodes). On a prompt",
+        f"of random tokens that moves the logits by up to {record['error']:.1e} of their spread.",
+    ]
+
+
+def _cast_lines(record: dict[str, Any]) -> list[str]:
+    return [
+        "",
+        f"Then converted to {record['dtype']}: on the same prompts, logits within {record['error']:.1e} of the",
+        f"graph's spread (limit {record['limit']:.0e}).",
+    ]
 
 
 def _quantization_lines(record: dict[str, Any]) -> list[str]:
     layers = ", ".join(f"{count} in {bits} bits" for bits, count in record["layers"].items())
-    rows = [
+    return [
+        "",
         f"Then quantized (`{record['name']}`, groups of {record['group_size']}): {sum(record['layers'].values())} "
         f"layers, {layers}. Each weight is within half a step of its float, at the ends of its group's range "
         "within a step.",
         f"On the same prompts that moves the logits by up to {record['error']:.1e} of their spread, and the next "
         f"token's distribution by {record['divergence']:.1e} nats (Kullback-Leibler).",
+        "",
+        *(f"- `{layer}` stays as it is: {reason};" for layer, reason in record["kept"].items()),
     ]
-    return [*rows, "", *(f"- `{layer}` stays as it is: {why};" for layer, why in record["kept"].items())]
