@@ -36,7 +36,7 @@ def node(op: str, inputs, name: str) -> Node:
     return Node(op, tuple(inputs), (f"{name} of {op}",), name=name)
 
 
-def test_a_name_that_the_exporter_kept_stays():
+def test_a_dotted_name_of_the_exporter_is_kept():
     names = renamed(program(node("MatMul-1", ["x", "model.norm.weight"], "/model/norm/Mul")))
     assert names == {"model.norm.weight": "model.norm.weight"}
 
@@ -69,8 +69,8 @@ def test_a_folded_weight_takes_the_scope_of_its_reader(op, index, scope, wanted)
     assert renamed(program(node(op, inputs, scope)))["onnx::weight_733"] == wanted
 
 
-def test_names_stay_apart():
-    """Two weights of one scope, a name that a value has, a path that is another weight's name."""
+def test_names_are_unique_and_none_is_inside_another():
+    """Two weights have one scope, one gets the name of a value, and one has a path that is another weight's name."""
     before = program(
         node("MatMul-1", ["x", "onnx::1"], "/m/q/MatMul"),
         node("MatMul-1", ["x", "onnx::2"], "/m/q/MatMul_1"),
@@ -88,12 +88,12 @@ def test_names_stay_apart():
         assert not any(other.startswith(one + ".") for other in names.values())
 
 
-def test_a_part_that_MLX_would_hide_shows():
+def test_leading_underscores_which_MLX_hides_are_removed():
     names = renamed(program(node("MatMul-1", ["x", "onnx::1"], "/_orig_mod/__x__/MatMul"), names=["_w..a/b"]))
     assert names == {"_w..a/b": "w.a.b", "onnx::1": "orig_mod.x.weight"}
 
 
-def test_readers_in_branches_and_outputs_follow():
+def test_readers_in_branches_and_outputs_read_the_new_names():
     inner = Program(
         (), (Value("t", "float32", None),), [Node("MatMul-1", ("x", "onnx::1"), ("t",), name="/m/q/MatMul")]
     )

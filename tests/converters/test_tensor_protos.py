@@ -1,4 +1,4 @@
-"""Tensors: every type of ONNX in each form that files hold it, and external data that lies or lacks."""
+"""Tensors of files: every ONNX type in each form, and external data that is wrong, missing or outside the folder."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def elements(found: LazyTensor) -> list:
     return wide.tolist()
 
 
-def wanted(kind: str) -> list:
+def expected_elements(kind: str) -> list:
     values = ELEMENTS[kind]
     if kind in ("FLOAT", "FLOAT16"):
         return np.array(values, {"FLOAT": np.float32, "FLOAT16": np.float16}[kind]).astype(np.float64).tolist()
     return values
 
 
-def named(kind: str) -> str:
+def program_type_name(kind: str) -> str:
     """The type as programs spell it."""
     spelled = {"FLOAT": "float32", "DOUBLE": "float64"}.get(kind, kind.lower())
     return spelled.replace("float8e", "float8_e").replace("float4e", "float4_e").replace("float6e", "float6_e")
@@ -85,8 +85,8 @@ def test_every_type_is_read(kind, form, tmp_path):
         toy.place(given, "data", 5, len(given.raw_data))
         given.ClearField("raw_data")
     found = tensor_from_proto(given, tmp_path / "model.onnx")
-    assert found.dtype == named(kind)
-    assert elements(found) == wanted(kind)
+    assert found.dtype == program_type_name(kind)
+    assert elements(found) == expected_elements(kind)
     if kind not in ("STRING", "COMPLEX64", "COMPLEX128"):
         assert found.transpose().read().shape == found.shape[::-1]
 
@@ -97,7 +97,7 @@ def test_a_type_that_is_not_known_is_refused():
             tensor_from_proto(TensorProto(name="t", data_type=code, dims=[1], raw_data=b"1234"), "f")
 
 
-def test_axes_are_reversed_and_the_tensor_remembered():
+def test_a_transposed_tensor_has_the_original_as_its_component():
     plain = tensor_from_proto(numpy_helper.from_array(np.arange(6, dtype=np.float32).reshape(2, 3)), "f")
     turned = plain.transpose()
     assert turned.read().tolist() == [[0, 3], [1, 4], [2, 5]]
@@ -106,7 +106,7 @@ def test_axes_are_reversed_and_the_tensor_remembered():
     assert view(turned.to_device()).tolist() == plain.read().tolist()
 
 
-def test_tensors_that_are_put_together_are_views_of_the_whole():
+def test_concatenated_and_stacked_tensors_have_the_originals_as_components():
     parts = [tensor_from_proto(numpy_helper.from_array(np.full((n, 2), n, np.float32)), "f") for n in (1, 3, 2)]
     whole = concatenate_tensors(parts)
     assert (whole.shape, whole.read()[:, 0].tolist()) == ((6, 2), [1, 3, 3, 3, 2, 2])
@@ -132,7 +132,7 @@ def test_typed_data_of_another_size_is_refused(kind, dims, field, count):
         tensor_from_proto(given, "f")
 
 
-def test_text_that_is_no_utf8_is_read_all_the_same():
+def test_text_that_is_not_utf8_is_read_with_replacement_characters():
     given = TensorProto(name="t", data_type=TensorProto.STRING, dims=[2], string_data=[b"\xff", b"ok"])
     assert tensor_from_proto(given, "f").read().tolist() == ["\ufffd", "ok"]
 
@@ -142,7 +142,7 @@ STORED = ["FLOAT16", "BFLOAT16", "DOUBLE", "INT8", "UINT8", "INT16", "UINT16", "
 
 @pytest.mark.parametrize("kind", STORED)
 @pytest.mark.parametrize("external", [False, True])
-def test_a_weight_of_every_type_gives_the_logits_of_onnxruntime(kind, external, tmp_path):
+def test_a_weight_of_each_type_gives_the_logits_of_onnxruntime(kind, external, tmp_path):
     """The head's bias, or a part of it, is stored in the type and cast when it is used."""
     model = toy.decoder(21)
     values = (np.arange(toy.VOCAB) % 5).astype(np.float32)
@@ -219,7 +219,7 @@ def refused(folder, match="'model.embed.weight'"):
     assert error.value.where == str(folder / "model.onnx")
 
 
-def test_external_data_as_it_should_be(tmp_path):
+def test_valid_external_data_is_read(tmp_path):
     folder = external(tmp_path)
     assert np.array_equal(
         read_onnx(folder / "model.onnx").tensors["model.embed.weight"].read(), toy.weights()["model.embed.weight"]
@@ -237,7 +237,7 @@ def test_external_data_of_another_size_is_refused(tmp_path, entries):
     refused(external(tmp_path, **entries))
 
 
-def test_external_data_that_is_cut_or_missing_is_refused(tmp_path):
+def test_external_data_that_is_truncated_or_missing_is_refused(tmp_path):
     folder = external(tmp_path)
     (folder / "data.bin").write_bytes((folder / "data.bin").read_bytes()[:-1])
     refused(folder)
@@ -245,7 +245,7 @@ def test_external_data_that_is_cut_or_missing_is_refused(tmp_path):
     refused(folder, "no file 'data.bin', which holds the tensor 'model.embed.weight'")
 
 
-def test_a_tensor_as_large_as_its_sparse_file_is_refused_before_it_is_read(tmp_path):
+def test_a_tensor_larger_than_memory_is_refused_before_it_is_read(tmp_path):
     folder = external(tmp_path)
     with open(folder / "data.bin", "r+b") as file:
         file.truncate(2**40)
@@ -257,13 +257,13 @@ def test_a_tensor_as_large_as_its_sparse_file_is_refused_before_it_is_read(tmp_p
         convert(folder, "model.onnx", tmp_path / "out", progress=False)
 
 
-ESCAPES = [
+PATHS_OUTSIDE = [
     "../secret.bin", "/etc/passwd", "sub/../../secret.bin", "..", ".", "", "sub", "./../secret.bin", "\0data.bin", "data.bin\0x",
     "C:\\secret.bin", "sub\\data.bin", "file:///etc/passwd", "~/secret.bin", "x" * 5000,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("location", ESCAPES, ids=lambda text: repr(text)[:20])
+@pytest.mark.parametrize("location", PATHS_OUTSIDE, ids=lambda text: repr(text)[:20])
 def test_a_path_out_of_the_folder_is_refused(tmp_path, location):
     folder = external(tmp_path)
     (folder / "sub").mkdir()
@@ -274,7 +274,7 @@ def test_a_path_out_of_the_folder_is_refused(tmp_path, location):
     refused(folder)
 
 
-def test_an_absolute_path_into_the_folder_is_refused_too(tmp_path):
+def test_an_absolute_path_into_the_folder_is_refused(tmp_path):
     folder = external(tmp_path)
     model = onnx.load_model(str(folder / "model.onnx"), load_external_data=False)
     toy.initializer(model, "model.embed.weight").external_data[0].value = str(folder / "data.bin")
@@ -282,7 +282,7 @@ def test_an_absolute_path_into_the_folder_is_refused_too(tmp_path):
     refused(folder)
 
 
-def test_links_are_followed_inside_the_folder_only(tmp_path):
+def test_links_are_followed_only_inside_the_folder(tmp_path):
     folder = external(tmp_path)
     data = (folder / "data.bin").read_bytes()
     (folder / "real").mkdir()
@@ -314,7 +314,7 @@ def test_links_in_a_circle_and_special_files_are_refused(tmp_path):
     (folder / "other.bin").symlink_to("data.bin")
     refused(folder)
     (folder / "data.bin").unlink()
-    os.mkfifo(folder / "data.bin")  # opening it would wait for ever
+    os.mkfifo(folder / "data.bin")  # opening it would wait forever
     refused(folder)
     (folder / "data.bin").unlink()
     with socket.socket(socket.AF_UNIX) as one:
@@ -331,7 +331,7 @@ def test_links_in_a_circle_and_special_files_are_refused(tmp_path):
 
 
 def snapshot(tmp_path, repository="hub/models--a--toy", sub=""):
-    """The toy as the hub's cache keeps it: links in snapshots/<commit> to files in blobs."""
+    """The toy in the layout of the hub's cache: links in snapshots/<commit> to files in blobs."""
     folder = external(tmp_path)
     repo = tmp_path / repository
     place = repo / "snapshots" / "c0ffee" / sub
@@ -348,7 +348,7 @@ def snapshot(tmp_path, repository="hub/models--a--toy", sub=""):
 def test_the_links_of_a_hub_snapshot_are_followed(tmp_path, sub):
     _, place = snapshot(tmp_path, sub=sub)
     assert read_onnx(place / "model.onnx").tensors["model.embed.weight"].read().shape == (toy.VOCAB, toy.DIM)
-    # ... also where the snapshot is reached by a link of the user's own, or by a relative path.
+    # The snapshot may be reached through a link of the user's, or by a relative path.
     (tmp_path / "mine").symlink_to(place)
     read_onnx(tmp_path / "mine" / "model.onnx")
     here = os.getcwd()

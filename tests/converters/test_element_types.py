@@ -1,4 +1,4 @@
-"""Types of elements: where a node's meaning hangs on the type of a value, the value need not tell it when it runs."""
+"""Element types: operators whose result has the type of an input get it from the file, not from the value in a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIKE = {
 
 @pytest.mark.parametrize("where", LIKE)
 def test_a_cast_to_the_type_of_a_value_is_a_cast_to_that_type(where):
-    """The value need not even be there when it runs: only its type matters."""
+    """Only the type of the value matters: the program does not read it."""
     (nodes, inputs, weights), like = LIKE[where][0](), LIKE[where][1]
     proto = model(
         [*nodes, helper.make_node("CastLike", ["x", like], ["y"])],
@@ -37,8 +37,8 @@ def test_a_cast_to_the_type_of_a_value_is_a_cast_to_that_type(where):
     assert found.tolist() == X.astype(np.float16).tolist()
 
 
-def test_a_cast_to_a_type_that_only_the_run_tells_stays():
-    """Both branches give "t", of two types; CastLike inside follows each."""
+def test_a_cast_to_a_type_that_differs_between_branches_stays():
+    """Both branches compute "t", each of another type; CastLike inside takes that of its branch."""
     then = branch(
         [helper.make_node("Cast", ["x"], ["t"], to=I64), helper.make_node("CastLike", ["x", "t"], ["r"])], "r"
     )
@@ -51,7 +51,7 @@ def test_a_cast_to_a_type_that_only_the_run_tells_stays():
 
 
 @pytest.mark.parametrize("kind", ["INT4", "UINT4", "INT2", "UINT2"])
-def test_a_zero_point_of_few_bits_tells_the_type_of_a_quantisation(kind):
+def test_a_zero_point_below_8_bits_gives_the_output_type_of_a_quantization(kind):
     code, (low, high) = (
         getattr(TensorProto, kind),
         {"INT4": (-8, 7), "UINT4": (0, 15), "INT2": (-2, 1), "UINT2": (0, 3)}[kind],

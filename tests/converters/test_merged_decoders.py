@@ -1,4 +1,4 @@
-"""Merged decoders: one branch alone where it does what both do, both where it doesn't; halves of them by themselves."""
+"""Merged decoders: the branch with a cache alone where the branches agree, both where they differ, and each by itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IDS = [3, 1, 15, 7, 4]
 
 
 def merged() -> ModelProto:
-    """The fixture's file: one If, its weights outside."""
+    """The fixture's graph: one If, with the weights outside of its branches."""
     return onnx.load(str(FIXTURES / "gpt2_merged" / "model.onnx"))
 
 
@@ -33,8 +33,8 @@ def branches(model: ModelProto) -> dict[str, onnx.GraphProto]:
     return {attribute.name: attribute.g for attribute in chosen.attribute}
 
 
-def test_the_branch_with_a_cache_alone_is_converted(loaded):
-    """No If and no use_cache_branch are left, the weights stand once under their own names, and all rewrites hold."""
+def test_only_the_branch_with_a_cache_is_converted_where_both_agree(loaded):
+    """No If and no use_cache_branch are left, and weights and nodes are those of the unmerged decoder."""
     program, unmerged = loaded("gpt2_merged").decoder.program, loaded("gpt2").decoder.program
     assert program.metadata["branch"] == "cached"
     assert not any(node.op.startswith("If-") for node in program.all_nodes())
@@ -56,7 +56,7 @@ def test_either_branch_is_a_decoder_by_itself():
     assert len(graph.nodes) == 1  # the graph itself is as it was
 
 
-def test_branches_that_hold_their_own_copies_of_weights(tmp_path):
+def test_branches_with_copies_of_the_weights(tmp_path):
     model = merged()
     for name, branch in branches(model).items():
         for tensor in model.graph.initializer:
@@ -81,8 +81,8 @@ def test_branches_that_hold_their_own_copies_of_weights(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["then_branch", "else_branch"])
-def test_a_half_of_a_merged_decoder(name, tmp_path):
-    """decoder_with_past_model.onnx takes prompts over an empty cache; decoder_model.onnx reads its prefix again."""
+def test_one_branch_as_a_decoder_of_its_own(name, tmp_path):
+    """decoder_with_past_model.onnx takes prompts over an empty cache; decoder_model.onnx takes the full context again."""
     model = merged()
     branch = branches(model)[name]
     names = {given for node in branch.node for given in node.input}
@@ -97,23 +97,23 @@ def test_a_half_of_a_merged_decoder(name, tmp_path):
     assert decoded(Decoder(found.decoder, 3), rows) == tokens_of(rows)
 
 
-# Branches that differ: after a cache the toy's second graph mixes the tokens of a step, so it is right for one alone.
+# Branches that differ: after a cache the toy's second graph mixes the tokens of a step, so it is right for one token only.
 
 
-def mixing(model: ModelProto) -> ModelProto:
-    """The toy with each token's embedding and the mean of its step's."""
+def with_step_mean(model: ModelProto) -> ModelProto:
+    """The toy with the mean of the step's embeddings added to each embedding."""
     model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "tokens"))
     mean = helper.make_node("ReduceMean", ["embedded", "tokens"], ["mean"])
     return toy.embedding(model, mean, helper.make_node("Add", ["embedded", "mean"], ["embedded2"]))
 
 
-def doubled(model: ModelProto) -> ModelProto:
-    """The toy with each token's embedding twice: what `mixing` does to one token."""
+def with_doubled_embeddings(model: ModelProto) -> ModelProto:
+    """The toy with each embedding added to itself: what `with_step_mean` does to a step of one token."""
     return toy.embedding(model, helper.make_node("Add", ["embedded", "embedded"], ["embedded2"]))
 
 
-def united(cached: ModelProto, prompts: ModelProto) -> ModelProto:
-    """The two in one If, as exporters merge them."""
+def merge(cached: ModelProto, prompts: ModelProto) -> ModelProto:
+    """The two graphs as the branches of one If, as exporters merge them."""
     flag = helper.make_tensor_value_info("use_cache_branch", TensorProto.BOOL, [1])
     graphs = {
         "then_branch": helper.make_graph(cached.graph.node, "with_past", [], cached.graph.output),
@@ -127,7 +127,7 @@ def united(cached: ModelProto, prompts: ModelProto) -> ModelProto:
     return helper.make_model(graph, opset_imports=cached.opset_import, ir_version=9)
 
 
-def stepped(model: Model, steps: list[list[int]]) -> list[np.ndarray]:
+def logits_of_steps(model: Model, steps: list[list[int]]) -> list[np.ndarray]:
     run = Decoder(model.decoder, 1).begin_session([sum(map(len, steps))])
     found = []
     for step in steps:
@@ -142,46 +142,51 @@ def converted(model: ModelProto, place: Path) -> Model:
 
 
 def test_branches_that_differ_are_both_kept(tmp_path):
-    """The prompt runs whole, in the branch for prompts; the tokens after it one by one in the other."""
-    model = united(mixing(toy.decoder()), doubled(toy.without_cache()))
+    """The prompt runs in one step, in the branch for prompts; the tokens after it run one by one in the other."""
+    model = merge(with_step_mean(toy.decoder()), with_doubled_embeddings(toy.without_cache()))
     found = converted(model, tmp_path)
     meta = found.decoder.program.metadata
     assert (meta["branch"], meta["prompts"], found.cache_mode) == ("both", "whole", "grow")
     assert Decoder(found.decoder, 1).prompt_mode == "whole"
     steps = [IDS, [2], [9]]
-    for one, other in zip(stepped(found, steps), toy.steps(model, steps), strict=True):
+    for one, other in zip(logits_of_steps(found, steps), toy.steps(model, steps), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-def test_branches_that_agree_leave_one(tmp_path):
-    model = united(toy.decoder(), toy.without_cache())
+def test_one_branch_is_kept_where_both_agree(tmp_path):
+    model = merge(toy.decoder(), toy.without_cache())
     found = converted(model, tmp_path)
     meta = found.decoder.program.metadata
     assert (meta["branch"], meta["prompts"], found.cache_mode) == ("cached", "parts", "append")
     steps = [IDS, [2], [9]]
-    for one, other in zip(stepped(found, steps), toy.steps(model, steps), strict=True):
+    for one, other in zip(logits_of_steps(found, steps), toy.steps(model, steps), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-@pytest.mark.parametrize("told", ["by its name", "by its shape"])
-def test_a_graph_for_one_token_at_a_time_takes_its_prompts_so(told, tmp_path):
-    model, name = mixing(toy.decoder()), "decoder_with_past_model.onnx" if told == "by its name" else "model.onnx"
-    if told == "by its shape":
+@pytest.mark.parametrize("signal", ["by its name", "by its shape"])
+def test_a_graph_for_steps_of_one_token_takes_prompts_token_by_token(signal, tmp_path):
+    model, name = (
+        with_step_mean(toy.decoder()),
+        "decoder_with_past_model.onnx" if signal == "by its name" else "model.onnx",
+    )
+    if signal == "by its shape":
         model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 1
     found = load_folder(convert(toy.write(tmp_path / "source", model, name), name, tmp_path / "out", progress=False))
     assert found.decoder.program.metadata["prompts"] == "single"
     singles = [[token] for token in [*IDS, 2]]
-    for one, other in zip(stepped(found, singles), toy.steps(mixing(toy.decoder()), singles), strict=True):
+    for one, other in zip(
+        logits_of_steps(found, singles), toy.steps(with_step_mean(toy.decoder()), singles), strict=True
+    ):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-def test_a_graph_whose_steps_say_something_else_than_its_prompts_is_refused(tmp_path):
-    """Nothing says which of the two is meant."""
+def test_a_graph_whose_steps_and_prompts_disagree_is_refused(tmp_path):
+    """Nothing tells which of the two the model is meant to compute."""
     with pytest.raises(ConvertError, match="disagrees with its graph"):
-        converted(mixing(toy.decoder()), tmp_path)
+        converted(with_step_mean(toy.decoder()), tmp_path)
 
 
-def test_a_graph_that_takes_no_empty_cache_is_refused_by_name(tmp_path):
+def test_a_graph_that_takes_no_empty_cache_is_refused_with_the_node_at_fault(tmp_path):
     model = toy.embedding(
         toy.decoder(),
         helper.make_node("Gather", ["past_key_values.0.key", "minus"], ["newest"], name="newest", axis=2),

@@ -1,4 +1,4 @@
-"""Files made to hurt their reader: all end in our error or in a program, soon, and in little memory."""
+"""Malicious ONNX files: each ends in a ConvertError or in a program, within a time and a memory limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlx_transmuter.converters.onnx_reader.weight_names import name_weights
 
 ROOT = Path(__file__).parents[2]
 F32, BOOL = TensorProto.FLOAT, TensorProto.BOOL
-# What a reader may take: so many times the file, and what any file costs.
+# The memory that reading may take: so many times the file, and what any file costs.
 FACTOR, FLOOR = 64, 8 * 2**20
 IMPORTS = [helper.make_opsetid("", 21), helper.make_opsetid("local", 1), helper.make_opsetid("com.microsoft", 1)]
 
@@ -66,7 +66,7 @@ def text(*lengths: int) -> TensorProto:
     )
 
 
-BOMBS = {
+MALICIOUS_MODELS = {
     "functions that double 40 times": lambda: model([call("f40")], (), [leaf(), *(function(f"f{i + 1}", f"f{i}", f"f{i}") for i in range(40))]),
     "functions that double 17 times": lambda: model([call("f17")], (), [leaf(), *(function(f"f{i + 1}", f"f{i}", f"f{i}") for i in range(17))]),
     "a function that calls itself": lambda: model([call("f1")], (), [function("f1", "f1")]),
@@ -80,18 +80,18 @@ BOMBS = {
         [helper.make_node("Add", ["x", f"w#{i}"], [f"o{i}" if i else "y"], name="a") for i in range(5000)],
         [TensorProto(name=f"w#{i}", data_type=F32, dims=[3], raw_data=bytes(12)) for i in range(5000)]),
     "Ifs as deep as a file can hold them": lambda: model([helper.make_node("If", ["c"], ["y"], then_branch=nested(20), else_branch=branch())]),
-    "a circle": lambda: model([helper.make_node("Add", ["b", "x"], ["a"]), helper.make_node("Neg", ["a"], ["b"]), helper.make_node("Neg", ["b"], ["y"])]),
+    "nodes on a cycle": lambda: model([helper.make_node("Add", ["b", "x"], ["a"]), helper.make_node("Neg", ["a"], ["b"]), helper.make_node("Neg", ["b"], ["y"])]),
     "a node that reads itself": lambda: model([helper.make_node("Add", ["y", "x"], ["y"])]),
-    "a long chain upside down": lambda: model([*(helper.make_node("Neg", [f"n{i}"], [f"n{i + 1}"]) for i in range(5000, -1, -1)), helper.make_node("Neg", ["x"], ["n0"]), helper.make_node("Neg", ["n5000"], ["y"])]),
+    "a long chain in reverse order": lambda: model([*(helper.make_node("Neg", [f"n{i}"], [f"n{i + 1}"]) for i in range(5000, -1, -1)), helper.make_node("Neg", ["x"], ["n0"]), helper.make_node("Neg", ["n5000"], ["y"])]),
     "a weight of 2^60 elements": lambda: model([helper.make_node("Add", ["x", "w"], ["y"])], [TensorProto(name="w", data_type=F32, dims=[2**30, 2**30], raw_data=b"1234")]),
     "sizes whose product overflows": lambda: model([helper.make_node("Add", ["x", "w"], ["y"])], [TensorProto(name="w", data_type=F32, dims=[2**16] * 4 + [0], raw_data=b"")]),
     "a constant of 2^40 elements": lambda: model([helper.make_node("ConstantOfShape", ["n"], ["y"])], [numpy_helper.from_array(np.array([2**40]), "n")]),
-    "attributes by the million": lambda: model([helper.make_node("Neg", ["x"], ["y"], junk=[1] * 10**6)]),
+    "an attribute of a million numbers": lambda: model([helper.make_node("Neg", ["x"], ["y"], junk=[1] * 10**6)]),
 }  # fmt: skip
 
 
-# Reads each file in a process of its own that may take no more address space, so that what protobuf and ONNX's inliner
-# take counts too.
+# Reads each file in a process of its own with a limit of its address space, so that what protobuf and ONNX's inliner
+# allocate counts too.
 READ_ALL = """
 import os, resource, sys
 from pathlib import Path
@@ -123,10 +123,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def read_all(folder) -> tuple[dict[str, str], str]:
-    """How reading each bomb ended, and what was said of those that ended otherwise than they may."""
+def read_results(folder) -> tuple[dict[str, str], str]:
+    """The exit code of reading each model, and what was printed for those that failed."""
     arguments = []
-    for i, make in enumerate(BOMBS.values()):
+    for i, make in enumerate(MALICIOUS_MODELS.values()):
         path = folder / f"{i}.onnx"
         path.write_bytes(make().SerializeToString())
         arguments += [str(path), str(4 * FLOOR + FACTOR * path.stat().st_size)]
@@ -134,13 +134,13 @@ def read_all(folder) -> tuple[dict[str, str], str]:
         [sys.executable, "-c", READ_ALL, *arguments], env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    return dict(zip(BOMBS, done.stdout.split(), strict=True)), done.stderr
+    return dict(zip(MALICIOUS_MODELS, done.stdout.split(), strict=True)), done.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux bounds the address space")
-@pytest.mark.parametrize("bomb", BOMBS)
-def test_a_bomb_is_read_or_refused_soon_and_in_little_memory(bomb, read_all):
-    assert read_all[0][bomb] == "0", read_all[1]
+@pytest.mark.parametrize("name", MALICIOUS_MODELS)
+def test_a_malicious_model_is_read_or_refused_within_the_limits(name, read_results):
+    assert read_results[0][name] == "0", read_results[1]
 
 
 EXTREMES = st.sampled_from(
@@ -156,7 +156,7 @@ CODES = st.integers(0, 40)
 
 @st.composite
 def tensors(draw) -> TensorProto:
-    """A tensor whose type, sizes and data need not fit."""
+    """A tensor whose type, sizes and data need not fit together."""
     one = TensorProto(
         name=draw(NAMES), data_type=draw(CODES), dims=draw(st.lists(st.integers(0, 4) | EXTREMES, max_size=3))
     )
@@ -190,7 +190,7 @@ def attributes(draw, depth: int) -> AttributeProto:
             )
         )
     )
-    one.type = draw(st.integers(0, 14))  # need not be that of the field that is set
+    one.type = draw(st.integers(0, 14))  # may differ from the type of the field that is set
     form = draw(st.integers(0, 5))
     if form == 0:
         one.i = draw(EXTREMES)
@@ -244,8 +244,8 @@ def models(draw) -> ModelProto:
     return one
 
 
-def attempt(data: bytes, path: Path) -> None:
-    """Reads a file of these bytes: our error or a program, and no more memory of Python's and NumPy's than it may."""
+def read_or_refuse(data: bytes, path: Path) -> None:
+    """Reads a file of these bytes into a program or a ConvertError, within the limit of Python's and NumPy's memory."""
     path.write_bytes(data)
     tracemalloc.start()
     try:
@@ -266,14 +266,14 @@ QUICK = settings(max_examples=150, deadline=5000, derandomize=True, suppress_hea
 
 @QUICK
 @given(made=models())
-def test_a_model_of_anything_is_read_or_refused(made, folder):
-    attempt(made.SerializeToString(), folder / "model.onnx")
+def test_a_random_model_is_read_or_refused(made, folder):
+    read_or_refuse(made.SerializeToString(), folder / "model.onnx")
 
 
 @QUICK
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["llama_genai", "qwen2_dynamo_raw"])
-def test_a_file_that_was_cut_or_changed_is_read_or_refused(name, data, folder):
+def test_a_truncated_or_changed_file_is_read_or_refused(name, data, folder):
     whole = bytearray((ROOT / "tests" / "fixtures" / name / "model.onnx").read_bytes())
     for _ in range(data.draw(st.integers(1, 8))):
         at = data.draw(st.integers(0, len(whole) - 1))
@@ -288,4 +288,4 @@ def test_a_file_that_was_cut_or_changed_is_read_or_refused(name, data, folder):
             del whole[at:]
         if not whole:
             break
-    attempt(bytes(whole), folder / "model.onnx")
+    read_or_refuse(bytes(whole), folder / "model.onnx")

@@ -1,4 +1,4 @@
-"""Habits of exporters: one decoder, written as each writes it, gives the same logits from as few nodes."""
+"""Variants of one decoder, each written as some exporter writes it: the same logits from the same number of nodes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def constant_nodes(model: ModelProto) -> None:
     del model.graph.initializer[:]
 
 
-def through(kind: str, stored: Callable[[np.ndarray], TensorProto], **attrs) -> Callable[[ModelProto], None]:
-    """The weights read through a node of that kind over what is stored in their place."""
+def weights_through(kind: str, stored: Callable[[np.ndarray], TensorProto], **attrs) -> Callable[[ModelProto], None]:
+    """Each weight is read through a node of that operator, whose input is what `stored` makes of the weight."""
 
     def change(model: ModelProto) -> None:
         for one in [t for t in model.graph.initializer if t.name in toy.weights()]:
@@ -39,7 +39,7 @@ def through(kind: str, stored: Callable[[np.ndarray], TensorProto], **attrs) -> 
     return change
 
 
-def shared(model: ModelProto) -> None:
+def shared_matrix(model: ModelProto) -> None:
     """One matrix for the products of two layers, the second time through an Identity."""
     model.graph.node.insert(0, helper.make_node("Identity", ["onnx::MatMul_1"], ["again"]))
     twice = helper.make_node("MatMul", ["x", "again"], ["x2"])
@@ -47,21 +47,21 @@ def shared(model: ModelProto) -> None:
     toy.node(model, "q").input[0] = "x2"
 
 
-def opaque(model: ModelProto) -> None:
-    """No name says anything: those of torch.jit's values, and none of nodes."""
+def opaque_names(model: ModelProto) -> None:
+    """Values have the numbers that torch.jit gives them as names, and nodes have no names."""
     names = {one.name: f"onnx::MatMul_{i + 733}" for i, one in enumerate(model.graph.initializer)}
-    renamed(model, names | {node.output[0]: str(i) for i, node in enumerate(model.graph.node)})
+    rename_values(model, names | {node.output[0]: str(i) for i, node in enumerate(model.graph.node)})
     for node in model.graph.node:
         node.name = ""
 
 
-def slashes(model: ModelProto) -> None:
-    """Values and nodes named as paths, with what names may also hold."""
+def names_with_slashes(model: ModelProto) -> None:
+    """Values are named as paths with spaces, colons and accents."""
     model.graph.name = "/a graph/"
-    renamed(model, {node.output[0]: f"/m/{node.output[0]}:0 (é)" for node in model.graph.node})
+    rename_values(model, {node.output[0]: f"/m/{node.output[0]}:0 (é)" for node in model.graph.node})
 
 
-def renamed(model: ModelProto, names: dict[str, str]) -> None:
+def rename_values(model: ModelProto, names: dict[str, str]) -> None:
     kept = {value.name for value in (*model.graph.input, *model.graph.output)}
     names = {old: new for old, new in names.items() if old not in kept}
     for one in model.graph.initializer:
@@ -71,26 +71,26 @@ def renamed(model: ModelProto, names: dict[str, str]) -> None:
         node.output[:] = [names.get(name, name) for name in node.output]
 
 
-def one_name(model: ModelProto) -> None:
+def one_node_name(model: ModelProto) -> None:
     for node in model.graph.node:
         node.name = "node"
 
 
-def old(model: ModelProto) -> None:
-    """IR 3, which lists initialisers among the inputs."""
+def initializers_among_inputs(model: ModelProto) -> None:
+    """IR 3, which lists initializers among the inputs."""
     model.ir_version = 3
     for one in model.graph.initializer:
         model.graph.input.append(helper.make_tensor_value_info(one.name, one.data_type, one.dims))
 
 
-def unordered(model: ModelProto) -> None:
+def reversed_nodes(model: ModelProto) -> None:
     nodes = list(model.graph.node)
     del model.graph.node[:]
     model.graph.node.extend(nodes[::-1])
 
 
-def functions(model: ModelProto) -> None:
-    """The mask as a function local to the model, which calls another."""
+def mask_as_function(model: ModelProto) -> None:
+    """The mask is computed by a function of the model, which calls another one."""
     nodes = list(model.graph.node)
     begin, end = (next(i for i, n in enumerate(nodes) if name in n.output) for name in ("past_shape", "seen"))
     inner = helper.make_function("pkg", "seen", ["shown4", "causal"], ["seen"], [nodes[end]], model.opset_import)
@@ -104,49 +104,51 @@ def functions(model: ModelProto) -> None:
     model.graph.node.insert(begin, helper.make_node("mask", names, ["seen"], domain="pkg"))
 
 
-def half_stored(model: ModelProto) -> None:
-    """Weights of half the size, cast where they are used."""
-    through("Cast", lambda array: numpy_helper.from_array(array.astype(np.float16)), to=TensorProto.FLOAT)(model)
+def float16_weights(model: ModelProto) -> None:
+    """Weights are stored in float16 and cast where they are used."""
+    weights_through("Cast", lambda array: numpy_helper.from_array(array.astype(np.float16)), to=TensorProto.FLOAT)(
+        model
+    )
 
 
-HABITS = {
+VARIANTS = {
     "weights as Constant nodes": constant_nodes,
-    "weights behind Identity": through("Identity", numpy_helper.from_array),
-    "weights behind Transpose": through("Transpose", lambda array: numpy_helper.from_array(array.T.copy())),
-    "weights behind Cast": half_stored,
-    "a weight of two layers": shared,
-    "opaque names": opaque,
-    "names with slashes": slashes,
-    "all nodes of one name": one_name,
-    "initialisers among the inputs": old,
-    "nodes in no order": unordered,
-    "functions of the model": functions,
+    "weights behind Identity": weights_through("Identity", numpy_helper.from_array),
+    "weights behind Transpose": weights_through("Transpose", lambda array: numpy_helper.from_array(array.T.copy())),
+    "weights behind Cast": float16_weights,
+    "a weight of two layers": shared_matrix,
+    "opaque names": opaque_names,
+    "names with slashes": names_with_slashes,
+    "all nodes of one name": one_node_name,
+    "initializers among the inputs": initializers_among_inputs,
+    "nodes in no order": reversed_nodes,
+    "functions of the model": mask_as_function,
 }
 
 
-@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("external", [False, True])
-def test_a_habit_changes_neither_the_logits_nor_what_is_left_of_the_graph(habit, external, tmp_path):
+def test_a_variant_has_the_logits_and_the_number_of_nodes_of_the_plain_decoder(variant, external, tmp_path):
     plain = load_folder(
         convert(toy.write(tmp_path / "plain", toy.decoder()), "model.onnx", tmp_path / "p", progress=False)
     )
     model = toy.decoder()
-    HABITS[habit](model)
-    source = toy.write(tmp_path / "source", model, external=external and not habit.endswith(("nodes", "names")))
-    if habit == "all nodes of one name":  # onnxruntime refuses the file, in which nothing is ambiguous
+    VARIANTS[variant](model)
+    source = toy.write(tmp_path / "source", model, external=external and not variant.endswith(("nodes", "names")))
+    if variant == "all nodes of one name":  # onnxruntime refuses the file, in which nothing is ambiguous
         wanted = toy.expected(toy.decoder(), IDS)
     else:
         wanted = toy.expected(source / "model.onnx", IDS)
     folder = convert(source, "model.onnx", tmp_path / "out", progress=False)
     np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=1e-4)
     program = load_folder(folder).decoder.program
-    extra = 1 if habit == "a weight of two layers" else 0
+    extra = 1 if variant == "a weight of two layers" else 0
     assert len(program.nodes) == len(plain.decoder.program.nodes) + extra
     assert len(program.layers) == len(plain.decoder.program.layers)
 
 
 @pytest.mark.parametrize("name", ["llama_dynamo", "gpt2_dynamo"])
-def test_weights_that_torch_onnx_has_folded_get_the_names_of_their_modules(name):
+def test_weights_folded_by_torch_onnx_get_the_names_of_their_modules(name):
     program = read_onnx(FIXTURES / name / "model.onnx")
     assert any(weight.startswith("val_") for weight in program.weights)
     module = (
@@ -157,7 +159,7 @@ def test_weights_that_torch_onnx_has_folded_get_the_names_of_their_modules(name)
 
 
 def test_reading_a_model_reads_none_of_its_external_data(tmp_path, monkeypatch):
-    """A file of 3 GB, of holes, and weights beyond the second GB: what is no constant is read when it is used."""
+    """Weights lie past 2 GB of a sparse file of 3 GB; they are read when they are used."""
     model = toy.decoder()
     array = toy.initializer(model, "model.embed.weight")
     with open(tmp_path / "model.onnx_data_1", "wb") as file:
@@ -166,19 +168,19 @@ def test_reading_a_model_reads_none_of_its_external_data(tmp_path, monkeypatch):
     array.ClearField("raw_data")
     toy.write(tmp_path, model)
 
-    def read_at_all(*args, **kwargs):
+    def refuse_to_read(*args, **kwargs):
         raise AssertionError("the data was read")
 
-    monkeypatch.setattr(np, "memmap", read_at_all)
+    monkeypatch.setattr(np, "memmap", refuse_to_read)
     program = read_onnx(tmp_path / "model.onnx")
     with pytest.raises(AssertionError, match="the data was read"):
         program.tensors["model.embed.weight"].read()
 
 
-def test_onnx_is_not_changed_by_reading_it():
-    """A model that is handed over as a ModelProto stays as it was."""
+def test_reading_a_model_proto_does_not_change_it():
+    """Inlining functions, too, is done in a copy."""
     model = toy.decoder()
-    functions(model)
+    mask_as_function(model)
     model.graph.node.append(helper.make_node("SoftmaxCrossEntropyLoss", ["logits", "position_ids"], ["loss"]))
     before = model.SerializeToString(deterministic=True)
     read_onnx(model)

@@ -1,4 +1,4 @@
-"""Reading: opsets, constants, subgraphs, functions and names, against onnxruntime or ONNX's reference."""
+"""The reader: opsets, constants, graphs inside graphs, functions and names, against onnxruntime or ONNX's reference."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def sparse(name, values, indices, dims):
 
 
 @pytest.mark.parametrize("indices", [[1, 5], [[0, 1], [1, 2]]], ids=["linear", "by axes"])
-def test_sparse_initialisers_become_dense(indices):
+def test_sparse_initializers_become_dense(indices):
     proto = model([helper.make_node("Add", ["x", "s"], ["y"])], sparse=[sparse("s", [10.0, 20.0], indices, [2, 3])])
     (added,) = run(read_onnx(proto), x=X).values()
     assert (added - X).tolist() == [[0, 10, 0], [0, 0, 20]]
@@ -94,8 +94,8 @@ def test_a_sparse_tensor_that_would_fill_memory_is_refused():
             read_onnx(model([helper.make_node("Identity", ["s"], ["y"])], sparse=[sparse("s", [1.0], [0], dims)]))
 
 
-def test_an_initialiser_that_is_also_an_input_is_a_weight():
-    """ONNX before IR 4 listed every initialiser among the inputs."""
+def test_an_initializer_that_is_also_an_input_is_a_weight():
+    """ONNX before IR 4 listed every initializer among the inputs."""
     node = helper.make_node("Add", ["x", "w"], ["y"])
     proto = model(
         [node], initializers=[numpy_helper.from_array(X, "w")], inputs=(("x", F32, [2, 3]), ("w", F32, [2, 3]))
@@ -105,8 +105,8 @@ def test_an_initialiser_that_is_also_an_input_is_a_weight():
     assert run(program, x=X)["y"].tolist() == (X + X).tolist()
 
 
-def test_branches_may_use_the_names_of_their_siblings_and_have_initialisers():
-    """Both branches give "t" and hold their own "w"; both read the graph around them."""
+def test_branches_may_use_the_names_of_their_siblings_and_have_initializers():
+    """Both branches compute "t" and have an initializer "w" of their own; both read the graph around them."""
     then = branch(
         [helper.make_node("Mul", ["x", "w"], ["t"]), helper.make_node("Add", ["t", "outer"], ["r"])], "r",
         [numpy_helper.from_array(np.full(3, 2, np.float32), "w")],
@@ -120,19 +120,19 @@ def test_branches_may_use_the_names_of_their_siblings_and_have_initialisers():
             [
                 helper.make_node("Neg", ["x"], ["outer"]),
                 helper.make_node("If", ["flag"], ["y"], then_branch=then, else_branch=other),
-                helper.make_node("Mul", ["y", "y"], ["t"]),  # the graph uses "t" once more, after the branches
+                helper.make_node("Mul", ["y", "y"], ["t"]),  # the graph has a "t" of its own, after the branches
             ],
             initializers=[numpy_helper.from_array(np.array(taken), "flag")],
             outputs=("y", "t"),
         )
-        program = agrees(proto, x=X)  # under the names of the graph's own values
+        program = agrees(proto, x=X)  # whose outputs keep their names
         assert len(program.tensors) == 2
         names = [name for node in program.all_nodes() for name in node.outputs]
         assert len(set(names)) == len(names)
 
 
-def test_a_branch_may_hide_a_name_of_the_graph_around_it():
-    """The inner "h" is another value than the outer one, which lives on after the branch."""
+def test_a_branch_may_reuse_a_name_of_the_graph_around_it():
+    """The inner "h" is another value than the outer one, which is read after the branch."""
     then = branch([helper.make_node("Neg", ["x"], ["h"])], "h")
     other = branch([helper.make_node("Abs", ["x"], ["h"])], "h")
     proto = model(
@@ -146,7 +146,7 @@ def test_a_branch_may_hide_a_name_of_the_graph_around_it():
     assert run(read_onnx(proto), x=X)["y"].tolist() == (X + X + X).tolist()
 
 
-def test_branches_in_branches_and_a_loop_body():
+def test_a_branch_inside_a_loop_body():
     inner = branch([helper.make_node("Mul", ["s", "x"], ["m"])], "m")
     plain = branch([helper.make_node("Identity", ["s"], ["m"])], "m")
     body = helper.make_graph(
@@ -170,7 +170,7 @@ def test_branches_in_branches_and_a_loop_body():
 
 
 def test_functions_of_the_model_are_inlined():
-    """A function that calls a function, with an attribute handed down."""
+    """A function calls a function and passes it an attribute of its own."""
     imports = [helper.make_opsetid("", 18), helper.make_opsetid("local", 1)]
     leak = helper.make_node("LeakyRelu", ["a"], ["b"])
     reference_ = onnx.AttributeProto(name="alpha", ref_attr_name="slope", type=onnx.AttributeProto.FLOAT)
@@ -211,7 +211,7 @@ def test_functions_that_call_themselves_are_refused():
         read_onnx(model([helper.make_node("F", ["x"], ["y"], domain="local")], functions=functions))
 
 
-def test_functions_that_come_to_a_billion_nodes_are_refused_before_they_do():
+def test_functions_that_come_to_a_billion_nodes_are_refused_before_they_are_inlined():
     imports = [helper.make_opsetid("", 18), helper.make_opsetid("local", 1)]
     functions = [helper.make_function("local", "f0", ["a0"], ["b"], [helper.make_node("Neg", ["a0"], ["b"])], imports)]
     for i in range(1, 10):
@@ -225,7 +225,7 @@ def test_functions_that_come_to_a_billion_nodes_are_refused_before_they_do():
     ("op", "inputs", "attrs"),
     [("MeanVarianceNormalization", ["x"], {"axes": [1]}), ("CenterCropPad", ["x", "size"], {"axes": [0, 1]})],
 )
-def test_an_operator_with_a_body_in_its_schema_is_expanded_into_it(op, inputs, attrs, monkeypatch):
+def test_an_undeclared_operator_is_expanded_into_the_body_of_its_schema(op, inputs, attrs, monkeypatch):
     form = ops.resolve_operator
     monkeypatch.setattr(ops, "resolve_operator", lambda kind, opset: None if kind == op else form(kind, opset))
     size = numpy_helper.from_array(np.array([4, 2]), "size")
@@ -241,7 +241,7 @@ def test_an_operator_with_a_body_in_its_schema_is_expanded_into_it(op, inputs, a
     "op",
     ["Elu", "HardSigmoid", "LeakyRelu", "MeanVarianceNormalization", "Selu", "Shrink", "Swish", "ThresholdedRelu"],
 )
-def test_a_body_of_a_schema_has_the_defaults_of_the_attributes_that_are_not_told(op, monkeypatch):
+def test_the_body_of_a_schema_gets_the_defaults_of_attributes_that_are_left_out(op, monkeypatch):
     form = ops.resolve_operator
     monkeypatch.setattr(ops, "resolve_operator", lambda kind, opset: None if kind == op else form(kind, opset))
     proto = model([helper.make_node(op, ["x"], ["y"], **({"axes": [1]} if op.startswith("Mean") else {}))], opset=24)
@@ -252,8 +252,8 @@ def test_a_body_of_a_schema_has_the_defaults_of_the_attributes_that_are_not_told
 @pytest.mark.parametrize(
     "domains", [("com.microsoft",), ("ai.onnx",), ("", "com.microsoft", "com.acme"), ("ai.onnx.ml",)]
 )
-def test_domains_in_any_number_and_spelling(domains):
-    """Without a version of ONNX's own operators the newest are meant, as onnxruntime has it."""
+def test_opset_imports_in_any_number_and_spelling(domains):
+    """Without a version of ONNX's own operators the newest is used, as in onnxruntime."""
     proto = model([helper.make_node("Relu", ["x"], ["h"]), helper.make_node("ReduceSum", ["h", "a"], ["y"])],
                   initializers=[numpy_helper.from_array(np.array([1]), "a")])  # fmt: skip
     del proto.opset_import[:]
@@ -263,7 +263,7 @@ def test_domains_in_any_number_and_spelling(domains):
     assert run(program, x=X)["y"].tolist() == np.maximum(X, 0).sum(1, keepdims=True).tolist()
 
 
-def test_a_model_without_any_version_is_refused(tmp_path):
+def test_a_model_without_opset_imports_is_refused(tmp_path):
     proto = model([helper.make_node("Relu", ["x"], ["y"])])
     del proto.opset_import[:]
     (tmp_path / "model.onnx").write_bytes(proto.SerializeToString())
@@ -297,12 +297,12 @@ def test_unsupported_operators_are_listed_at_once_with_a_node_each():
     assert error.value.do
 
 
-def test_names_of_ONNX_and_of_its_default_domain_are_one():
+def test_ai_onnx_is_the_default_domain():
     node = helper.make_node("Add", ["x", "x"], ["y"], domain="ai.onnx")
     assert read_onnx(model([node])).nodes[0].op == "Add-7"
 
 
-def test_left_out_inputs_and_outputs_stay_so():
+def test_an_input_that_is_left_out_is_an_empty_name_unless_it_is_the_last():
     clip = helper.make_node("Clip", ["x", "", "high"], ["y"])
     program = agrees(model([clip], initializers=[numpy_helper.from_array(np.array(1, np.float32), "high")]), x=X)
     assert program.nodes[0].inputs == ("x", "", "high")
@@ -312,7 +312,7 @@ def test_left_out_inputs_and_outputs_stay_so():
 
 
 def test_nodes_may_stand_in_any_order():
-    """As onnxruntime takes them, branches that read the graph around them included."""
+    """As in onnxruntime, also where branches read the graph around them."""
     then = branch([helper.make_node("Mul", ["late", "x"], ["t"])], "t")
     other = branch([helper.make_node("Neg", ["late"], ["e"])], "e")
     proto = model(
@@ -326,7 +326,7 @@ def test_nodes_may_stand_in_any_order():
     np.testing.assert_allclose(run(read_onnx(proto), x=X)["y"], np.abs(X) * X + np.abs(X))
 
 
-def broken(change):
+def changed_model(change):
     proto = model(
         [
             helper.make_node("Neg", ["x"], ["h"], name="first"),
@@ -338,33 +338,33 @@ def broken(change):
     return proto
 
 
-WRONG = {
-    "a value that nothing gives": (lambda g: g.node[1].input.__setitem__(0, "nothing"), "the input 'nothing'"),
+INVALID = {
+    "a value that no node computes": (lambda g: g.node[1].input.__setitem__(0, "nothing"), "the input 'nothing'"),
     "nodes in a circle": (lambda g: g.node[0].input.__setitem__(0, "y"), "the input 'y'"),
     "a node that reads itself": (lambda g: g.node[0].input.__setitem__(0, "h"), "the input 'h'"),
-    "an output that nothing gives": (lambda g: g.output.append(onnx.ValueInfoProto(name="z")), "the output 'z'"),
+    "an output that no node computes": (lambda g: g.output.append(onnx.ValueInfoProto(name="z")), "the output 'z'"),
     "a value given twice": (lambda g: g.node.append(helper.make_node("Abs", ["x"], ["h"])), "the value 'h' given twice"),
     "a value given by input and node": (lambda g: g.node.append(helper.make_node("Abs", ["h"], ["x"])), "the value 'x' given twice"),
-    "an initialiser given twice": (lambda g: g.initializer.append(numpy_helper.from_array(X, "w")), "the value 'w' given twice"),
+    "an initializer given twice": (lambda g: g.initializer.append(numpy_helper.from_array(X, "w")), "the value 'w' given twice"),
     "an attribute of no type": (lambda g: g.node[0].attribute.append(onnx.AttributeProto(name="odd")), "the attribute 'odd'"),
     "a list of graphs": (
         lambda g: g.node[0].attribute.append(onnx.AttributeProto(name="odd", type=onnx.AttributeProto.GRAPHS)), "the attribute 'odd'"
     ),
     "an axis that no array has": (lambda g: g.initializer[0].dims.__setitem__(0, -2), "the tensor 'w'"),
-    "an axis without end": (lambda g: g.initializer[0].dims.__setitem__(0, 2**62), "the tensor 'w'"),
-    "axes without end": (lambda g: g.initializer[0].dims.extend([1] * 100), "the tensor 'w'"),
+    "an axis beyond every limit": (lambda g: g.initializer[0].dims.__setitem__(0, 2**62), "the tensor 'w'"),
+    "too many axes": (lambda g: g.initializer[0].dims.extend([1] * 100), "the tensor 'w'"),
     "too few elements": (lambda g: g.initializer[0].dims.__setitem__(0, 3), "24 bytes of data for the tensor 'w'"),
     "no type": (lambda g: setattr(g.initializer[0], "data_type", 0), "the tensor 'w' of type 0"),
     "an unknown type": (lambda g: setattr(g.initializer[0], "data_type", 99), "the tensor 'w' of type 99"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_a_graph_that_is_not_right_is_refused(what):
-    run(read_onnx(broken(lambda graph: None)), x=X)
-    change, found = WRONG[what]
+@pytest.mark.parametrize("what", INVALID)
+def test_an_invalid_graph_is_refused(what):
+    run(read_onnx(changed_model(lambda graph: None)), x=X)
+    change, found = INVALID[what]
     with pytest.raises(ConvertError) as error:
-        read_onnx(broken(change))
+        read_onnx(changed_model(change))
     assert found in error.value.found
 
 
