@@ -1,23 +1,23 @@
-"""What a conversion may change about a graph's numbers, by the names that mlx_lm gives them."""
+"""Precision options: what a conversion may change about a graph's numbers, by the names that mlx_lm gives it."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_transmuter.errors import TransmuterError
+from mlx_transmuter.errors import TransmuterError, did_you_mean
 
-# The widths and group sizes of MLX's affine quantization, and the recipes of mlx_lm's convert: the bits of most layers,
-# and of those that more depends on.
+# The bits and group sizes of MLX's affine quantization, and the recipes of mlx_lm's convert: the bits of most layers,
+# and those of the layers on which more depends.
 QUANTIZATION_BITS = (2, 3, 4, 5, 6, 8)
 QUANTIZATION_GROUP_SIZES = (32, 64, 128)
 QUANTIZATION_RECIPES = {"mixed_2_6": (2, 6), "mixed_3_4": (3, 4), "mixed_3_6": (3, 6), "mixed_4_6": (4, 6)}
 QUANTIZATION_NAMES = (*(f"{bits}bit" for bits in QUANTIZATION_BITS), *QUANTIZATION_RECIPES)
 
-# The float types that a graph can be converted to. What picks a file among several is spelled otherwise: fp32, fp16.
-FLOAT_DTYPES = ("float16", "bfloat16", "float32")
+# The float types that a graph can be converted to. (A file is chosen among several by other names: fp32, fp16.)
+HALF_DTYPES = ("float16", "bfloat16")
+FLOAT_DTYPES = (*HALF_DTYPES, "float32")
 
 
 class PrecisionError(TransmuterError):
@@ -42,46 +42,45 @@ class Quantization:
 
     @property
     def name(self) -> str:
-        """What `of` takes for it: the recipe's name, or the bits."""
+        """The name by which `of` makes it: the recipe's, or that of the bits ("4bit")."""
         return self.recipe or f"{self.bits}bit"
 
     @staticmethod
     def of(spec: str | Mapping[str, Any]) -> Quantization:
-        """The quantization of a name ("4bit", "mixed_3_6") or of a mapping of `bits` or `recipe`, and `group_size`.
+        """Returns the quantization of a name ("4bit", "mixed_3_6"), or of a mapping of `bits` or `recipe`, and
+        `group_size`.
 
-        What is not said is 4 bits in groups of 64, as in mlx_lm. Raises ChangeError for anything else.
+        What the mapping leaves out is 4 bits in groups of 64, as in mlx_lm. Raises PrecisionError for anything else.
         """
-        given: dict[str, Any] = dict(spec) if isinstance(spec, Mapping) else {}
-        if isinstance(spec, str):
-            given["recipe" if spec in QUANTIZATION_RECIPES else "name"] = spec
-        name = given.pop("name", None)
-        if name is not None:
-            _check_known("quantize", name, QUANTIZATION_NAMES)
-            given["bits"] = int(name.removesuffix("bit"))
-        for key in given:
+        options: dict[str, Any] = {}
+        if not isinstance(spec, str):
+            options |= spec if isinstance(spec, Mapping) else {}
+        elif spec in QUANTIZATION_RECIPES:
+            options["recipe"] = spec
+        else:
+            _check_known("quantize", spec, QUANTIZATION_NAMES)
+            options["bits"] = int(spec.removesuffix("bit"))
+        for key in options:
             _check_known("the key", key, ("bits", "group_size", "recipe"))
-        recipe, group_size = given.get("recipe"), given.get("group_size") or 64
-        if recipe is not None:
+        bits, recipe, group_size = options.get("bits"), options.get("recipe"), options.get("group_size") or 64
+        if recipe is None:
+            low = high = bits or 4
+        else:
             _check_known("recipe", recipe, tuple(QUANTIZATION_RECIPES))
-            if given.get("bits"):
-                raise PrecisionError(
-                    f"{given['bits']} bits and the recipe {recipe}", "one of the two: a recipe names its own bits"
-                )
-        bits = given.get("bits") or 4
-        low, high = QUANTIZATION_RECIPES[recipe] if recipe else (bits, bits)
-        for what, number, numbers in (
-            ("bits", low, QUANTIZATION_BITS),
-            ("group_size", group_size, QUANTIZATION_GROUP_SIZES),
-        ):
-            if type(number) is not int or number not in numbers:
-                raise PrecisionError(f"{what} {number!r}", f"one of {', '.join(map(str, numbers))}, which MLX has")
+            if bits:
+                raise PrecisionError(f"{bits} bits and the recipe {recipe}", "one of the two: a recipe names its bits")
+            low, high = QUANTIZATION_RECIPES[recipe]
+        _check_number("bits", low, QUANTIZATION_BITS)
+        _check_number("group_size", group_size, QUANTIZATION_GROUP_SIZES)
         return Quantization(low, group_size, high, recipe)
 
 
 @dataclass(frozen=True)
 class PrecisionOptions:
-    """quantize: how the weights are quantized, or None. dtype: the float type to convert to, or None.
-    float_activations: whether a graph that rounds its activations to 8 bits keeps them in float instead.
+    """What a conversion changes about the numbers; by default nothing.
+
+    quantize: how the weights are quantized, or None. dtype: the float type to convert to, or None. float_activations:
+    whether a graph that rounds its activations to 8 bits keeps them in float instead.
     """
 
     quantize: Quantization | None = None
@@ -89,12 +88,11 @@ class PrecisionOptions:
     float_activations: bool = False
 
 
-def did_you_mean(name: Any, names: Sequence[str]) -> str:
-    """A question after the name that is most like `name`; "" where none is."""
-    found = difflib.get_close_matches(str(name), names, n=1)
-    return f"Did you mean {found[0]}?" if found else ""
+def _check_known(label: str, name: Any, known: Sequence[str]) -> None:
+    if name not in known:
+        raise PrecisionError(f"{label} {name!r}", " ".join(known), did_you_mean(name, known))
 
 
-def _check_known(what: str, name: Any, names: tuple[str, ...]) -> None:
-    if name not in names:
-        raise PrecisionError(f"{what} {name!r}", " ".join(names), did_you_mean(name, names))
+def _check_number(label: str, number: Any, known: Sequence[int]) -> None:
+    if type(number) is not int or number not in known:
+        raise PrecisionError(f"{label} {number!r}", f"one of {', '.join(map(str, known))}, which MLX has")

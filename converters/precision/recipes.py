@@ -8,62 +8,57 @@ activated product of layers, the head the layer that gives the logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from mlx_transmuter.converters.errors import ConvertError
-from mlx_transmuter.converters.graph.graph_view import GraphView
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.operator_sets import (
+    ACTIVATION_OPS,
+    BIASED_ACTIVATION_OPS,
+    COPY_OPS,
+    FUSED_ACTIVATION_OPS,
+    LAYER_OPS,
+    LINEAR_LAYER_OPS,
+    SLICING_OPS,
+)
 from mlx_transmuter.precision_options import Quantization
 from mlx_transmuter.program import Node, Program
 
 # What takes a part of a value: a projection that gives queries and keys too is no value projection.
-_SLICING_OPS = ("Split-", "Slice-", "Gather-")
-# What has the value as its first input, and a shape or axes after it.
-_FIRST_INPUT_OPS = ("Reshape-", "Expand-", "Unsqueeze-", "Squeeze-", "Tile-", *_SLICING_OPS)
-LAYER_OPS = ("mlx.linear", "mlx.switch_linear", "mlx.as_linear", "mlx.embedding")
-LINEAR_OPS = ("mlx.linear", "mlx.switch_linear")
-ACTIVATION_OPS = (
-    "mlx.gate",
-    "mlx.activate",
-    "mlx.expert_activation",
-    "Sigmoid-",
-    "Tanh-",
-    "Relu-",
-    "Gelu-",
-    "Erf-",
-    "Elu-",
-    "LeakyRelu-",
-    "Swish-",
-    "HardSwish-",
-    "Softplus-",
-    "Mish-",
-    # As onnxruntime's own conversions and its optimiser write them.
-    *(f"com.microsoft.{name}-" for name in ("Gelu", "FastGelu", "BiasGelu", "QuickGelu", "BiasSplitGelu")),
-)
+_PART_OPS = (*SLICING_OPS, "Gather")
+# What has the value as its first input, and a shape, axes or indices after it.
+_FIRST_INPUT_OPS = (*COPY_OPS, *_PART_OPS)
+_ACTIVATION_OPS = {*ACTIVATION_OPS, *BIASED_ACTIVATION_OPS, *FUSED_ACTIVATION_OPS, "mlx.expert_activation"}
 
 
 def recipe_bits(program: Program, quantization: Quantization, path: Path) -> dict[str, int]:
-    """The bits of the layers that the recipe gives more; none without a recipe. Raises ConvertError for a graph in
-    which no down projection is found.
+    """Returns the bits of the layers to which the recipe gives more, by path; {} without a recipe.
+
+    Raises ConvertError for a graph without a down projection.
     """
     if quantization.recipe is None:
         return {}
     graph = GraphView(program)
-    place = {node.outputs[0]: i for i, node in enumerate(program.nodes) if node.outputs}
-    values = sorted(_value_projections(graph), key=lambda node: place[node.outputs[0]])
-    downs = [node for node in graph.nodes if node.op in LINEAR_OPS and _is_down_projection(graph, node)]
-    if not downs:
-        found = f"no down projection among {len(program.layers)} layers"
-        do = "quantize to one number of bits"
-        raise ConvertError(path, found, f"a gated or activated product, for the recipe {quantization.recipe}", do)
-    blocks = len(values) or len(downs)
-    starts = [place[node.outputs[0]] for node in values]
-    more = [node.inputs[1] for i, node in enumerate(values) if _gets_more_bits(i, blocks)]
-    for i, node in enumerate(downs):
-        block = max(sum(start < place[node.outputs[0]] for start in starts) - 1, 0) if values else i
-        more += [node.inputs[1]] if _gets_more_bits(block, blocks) else []
-    more += [node.inputs[1] for node in _nearest_layers(graph, ["logits"]) if node.op == "mlx.linear"]
-    return dict.fromkeys(more, quantization.more_bits)
+    order = {node.outputs[0]: i for i, node in enumerate(program.nodes) if node.outputs}
+    value_projections = sorted(_value_projections(graph), key=lambda node: order[node.outputs[0]])
+    down_projections = [node for node in graph.nodes if _is_down_projection(graph, node)]
+    if not down_projections:
+        raise ConvertError(
+            path,
+            f"no down projection among {len(program.layers)} layers",
+            f"a gated or activated product, for the recipe {quantization.recipe}",
+            "quantize to one number of bits",
+        )
+    blocks = len(value_projections) or len(down_projections)
+    starts = [order[node.outputs[0]] for node in value_projections]
+    paths = [node.inputs[1] for block, node in enumerate(value_projections) if _gets_more_bits(block, blocks)]
+    for i, node in enumerate(down_projections):
+        block = max(sum(start < order[node.outputs[0]] for start in starts) - 1, 0) if starts else i
+        paths += [node.inputs[1]] if _gets_more_bits(block, blocks) else []
+    paths += [node.inputs[1] for node in trace_layers(graph, ["logits"]).layers if node.op == "mlx.linear"]
+    return dict.fromkeys(paths, quantization.more_bits)
 
 
 def _gets_more_bits(block: int, blocks: int) -> bool:
@@ -71,71 +66,62 @@ def _gets_more_bits(block: int, blocks: int) -> bool:
 
 
 def _value_projections(graph: GraphView) -> Iterator[Node]:
-    """The layers that give the cache's values alone, a block each."""
-    kept = [
+    """Yields the layers that give the cache's values and nothing else, one of each block."""
+    outputs = {value.name for value in graph.program.outputs}
+    attentions = [
         node
         for node in graph.nodes
-        if (node.op == "mlx.attention" and node.inputs[2])
-        or (len(node.outputs) > 2 and _is_graph_output(graph, node.outputs[2]))
+        if (node.op == "mlx.attention" and node.inputs[2]) or (len(node.outputs) > 2 and node.outputs[2] in outputs)
     ]
-    yield from (source for node in kept for source in _sole_linear_source(graph, [node.inputs[2]]))
-    inside = {name for node in kept for name in node.outputs}
-    names = [
-        value.name for value in graph.program.outputs if _is_cache_value_name(value.name) and value.name not in inside
-    ]
-    for name in names:
-        yield from _sole_linear_source(graph, [name])
-
-
-def _is_graph_output(graph: GraphView, name: str) -> bool:
-    return bool(name) and any(value.name == name for value in graph.program.outputs)
-
-
-def _is_cache_value_name(name: str) -> bool:
-    return name.startswith("present") and "value" in name
-
-
-def _sole_linear_source(graph: GraphView, names: list[str]) -> Iterator[Node]:
-    """The one layer that the values come from, if it is one and they are all of its output."""
-    passed: set[str] = set()
-    sources = list(_nearest_layers(graph, names, passed))
-    if len(sources) == 1 and sources[0].op == "mlx.linear" and not any(op.startswith(_SLICING_OPS) for op in passed):
-        yield sources[0]
+    values = [node.inputs[2] for node in attentions]
+    attention_outputs = {name for node in attentions for name in node.outputs}
+    presents = (value.name for value in graph.program.outputs if value.name not in attention_outputs)
+    values += [name for name in presents if name.startswith("present") and "value" in name]
+    for name in values:
+        sources = trace_layers(graph, [name])
+        is_part = not sources.operators.isdisjoint(_PART_OPS)
+        if len(sources.layers) == 1 and sources.layers[0].op == "mlx.linear" and not is_part:
+            yield sources.layers[0]
 
 
 def _is_down_projection(graph: GraphView, node: Node) -> bool:
-    passed: set[str] = set()
-    reached: set[str] = set()
-    sources = list(_nearest_layers(graph, [node.inputs[0]], passed, reached))
-    inputs = {value.name for value in graph.program.inputs}
+    """Returns whether the node is a layer of an activated or gated product of other layers, and of nothing else."""
+    if node.op not in LINEAR_LAYER_OPS:
+        return False
+    sources = trace_layers(graph, [node.inputs[0]])
     return (
-        bool(sources)
-        and all(source.op in LINEAR_OPS for source in sources)
-        and any(op.startswith(ACTIVATION_OPS) for op in passed)
-        and not reached & inputs
+        bool(sources.layers)
+        and all(source.op in LINEAR_LAYER_OPS for source in sources.layers)
+        and not sources.operators.isdisjoint(_ACTIVATION_OPS)
+        and sources.values.isdisjoint(value.name for value in graph.program.inputs)
     )
 
 
-def _nearest_layers(
-    graph: GraphView, names: list[str], operators: set[str] | None = None, value_names: set[str] | None = None
-) -> Iterator[Node]:
-    """The nearest layers that the values come from. passed: gets the operators between; reached: the names there."""
-    seen: set[str] = set()
-    left = list(names)
-    while left:
-        name = left.pop()
-        node = graph.producer(name)
-        if name in seen:
+class LayerSources(NamedTuple):
+    """What some values are computed from: the nearest layers, and the op types and the values on the way to them."""
+
+    layers: list[Node]
+    operators: set[str]
+    values: set[str]
+
+
+def trace_layers(graph: GraphView, names: Sequence[str]) -> LayerSources:
+    """Returns the nearest layers from which the values are computed, and what lies between."""
+    sources = LayerSources([], set(), set())
+    pending = list(names)
+    while pending:
+        name = pending.pop()
+        if name in sources.values:
             continue
-        seen.add(name)
-        if value_names is not None:
-            value_names.add(name)
+        sources.values.add(name)
+        node = graph.producer(name)
         if node is None:
             continue
         if node.op in LAYER_OPS:
-            yield node
-            left += node.inputs[2:] if node.op == "mlx.linear" else ()  # what the product is added to
+            sources.layers.append(node)
+            pending += node.inputs[2:] if node.op == "mlx.linear" else ()  # what the product is added to
             continue
-        if operators is not None:
-            operators.add(node.op)
-        left += [one for one in (node.inputs[:1] if node.op.startswith(_FIRST_INPUT_OPS) else node.inputs) if one]
+        sources.operators.add(node.op_type)
+        inputs = node.inputs[:1] if is_op_type(node, *_FIRST_INPUT_OPS) else node.inputs
+        pending += [value for value in inputs if value]
+    return sources

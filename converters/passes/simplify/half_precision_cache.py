@@ -9,10 +9,9 @@ from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
 from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
 from mlx_transmuter.converters.graph.shape_probe import ShapeProbe
 from mlx_transmuter.ops import ELEMENT_TYPE_CODES
+from mlx_transmuter.precision_options import HALF_DTYPES
 from mlx_transmuter.program import Node
 from mlx_transmuter.program.signature import CachePair
-
-_HALF_DTYPES = ("float16", "bfloat16")
 
 
 def use_half_precision_cache(graph: GraphView) -> Iterator[MatchOutcome]:
@@ -42,7 +41,7 @@ def _find_cache_casts(graph: GraphView, probe: ShapeProbe, cache_pair: CachePair
     last = graph.producer(cache_pair.present, "Cast")
     kind = probe.dtype(last.inputs[0]) if last else None
     readers = [node for node in graph.consumers(cache_pair.past) if not is_op_type(node, "Shape")]
-    if last is None or cache_pair.dtype != "float32" or kind not in _HALF_DTYPES:
+    if last is None or cache_pair.dtype != "float32" or kind not in HALF_DTYPES:
         return None
     if not readers or not all(
         is_op_type(node, "Cast") and node.attrs["to"] == ELEMENT_TYPE_CODES[kind] for node in readers
