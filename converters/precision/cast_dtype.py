@@ -202,7 +202,7 @@ class _HalfPrecisionCast:
             self.unit_bounded.update(node.outputs)
 
     def _value_in_state(self, name: str, target: FloatState) -> str:
-        """Returns the name of the value in the type of the state; where it is in another type, a cast of it is added."""
+        """Returns the name of the value in the type of the state, with a cast added where it is in another type."""
         state, dtype = self.states[name], self._dtype_of(target)
         if self._dtype_of(state) == dtype:
             return name
