@@ -1,4 +1,4 @@
-"""Compiled steps: the values of eager ones, one program for every position and allocation, and no repeated work."""
+"""Compiled steps: the same values as eager ones, one trace for every position and allocation, no repeated work."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from index_cases import assert_same_bits, random_array
 
 from mlx_transmuter.cache import CacheIndex
 
-SLOTS = 24
+NUM_SLOTS = 24
 
 
 def random_table(rng: np.random.Generator, rows: int, width: int) -> np.ndarray:
-    table = rng.permutation(SLOTS)[: rows * width].reshape(rows, width)
+    table = rng.permutation(NUM_SLOTS)[: rows * width].reshape(rows, width)
     return np.where(rng.random((rows, width)) < 0.15, rng.choice([-1, 99]), table)
 
 
@@ -44,7 +44,7 @@ def every_index(rng: np.random.Generator) -> CacheIndex:
 
 
 def draft_index(rng: np.random.Generator) -> CacheIndex:
-    table = rng.permutation(SLOTS)
+    table = rng.permutation(NUM_SLOTS)
     index = CacheIndex.make(random_positions(rng, 2, 3, 6), table[:12].reshape(2, 6))
     return index.draft(table[12:18].reshape(2, 3), rng.random((2, 3, 3)) < 0.5)
 
@@ -60,7 +60,7 @@ def packed_index(rng: np.random.Generator) -> CacheIndex:
 
 
 def key_value_index(rng: np.random.Generator) -> CacheIndex:
-    return draft_index(rng).for_key_value_pool(SLOTS // 2)
+    return draft_index(rng).for_key_value_pool(NUM_SLOTS // 2)
 
 
 def key_value_run_index(rng: np.random.Generator) -> CacheIndex:
@@ -82,15 +82,14 @@ INDEX_FACTORIES = [
 
 
 @pytest.mark.usefixtures("compiling")
-@pytest.mark.parametrize("form", INDEX_FACTORIES)
-def test_a_compiled_step_gives_what_an_eager_one_gives(form):
+@pytest.mark.parametrize("make_index", INDEX_FACTORIES)
+def test_a_compiled_step_returns_the_values_of_an_eager_one(make_index):
     """Values vary, shapes do not: one trace serves every index of one structure."""
     rng = np.random.default_rng(4)
-    signature, _ = form(rng).walk()
+    signature, _ = make_index(rng).walk()
     traces = []
-    mx.default_stream(
-        mx.default_device()
-    )  # a thread's default stream is made at its first use, and MLX traces again for it
+    # A thread's default stream is made at its first use, and MLX traces again for it.
+    mx.default_stream(mx.default_device())
 
     @mx.compile
     def step(leaves, values, pool):
@@ -99,20 +98,21 @@ def test_a_compiled_step_gives_what_an_eager_one_gives(form):
         return *index.extend(values, pool), index.mask(), index.positions()
 
     for _ in range(30):
-        index = form(rng)
-        again, leaves = index.walk()
-        assert again == signature
-        pool = random_array(rng, (SLOTS, 2), np.float32)
+        index = make_index(rng)
+        own_signature, leaves = index.walk()
+        assert own_signature == signature
+        pool = random_array(rng, (NUM_SLOTS, 2), np.float32)
         values = random_array(rng, (index.batch, index.seq, 2), np.float32)
-        found = step(leaves, mx.array(values), mx.array(pool))
-        for got, wanted in zip(found, (*index.extend(values, pool), index.mask(), index.positions()), strict=True):
-            assert_same_bits(got, np.array(wanted))
+        compiled = step(leaves, mx.array(values), mx.array(pool))
+        eager = (*index.extend(values, pool), index.mask(), index.positions())
+        for array, expected in zip(compiled, eager, strict=True):
+            assert_same_bits(array, np.array(expected))
     assert len(traces) == 1
 
 
 @pytest.mark.usefixtures("compiling")
-def test_an_index_may_be_built_and_advanced_inside_a_step():
-    """The constructor and the readings look at no value, so tracers will do."""
+def test_a_step_may_build_and_advance_an_index():
+    """No method looks at a value on the device, so each works on tracers."""
     rng = np.random.default_rng(5)
 
     def step(pos, table, columns, values, pool):
@@ -130,14 +130,14 @@ def test_an_index_may_be_built_and_advanced_inside_a_step():
             random_array(rng, (12, 2), np.float32),
         ]
         arguments = [mx.array(a) for a in arguments]
-        for got, wanted in zip(compiled(*arguments), step(*arguments), strict=True):
-            assert_same_bits(got, np.array(wanted))
+        for array, expected in zip(compiled(*arguments), step(*arguments), strict=True):
+            assert_same_bits(array, np.array(expected))
 
 
 def test_layers_share_the_index_arithmetic():
-    """A step of many layers holds slots and masks once: a layer more adds only its own pools' reads and writes."""
+    """A step computes slots and masks once: a further layer adds only the reads and writes of its own pools."""
 
-    def primitives(layers: int) -> int:
+    def count_primitives(layers: int) -> int:
         index = CacheIndex.make([[3], [1]], [[0, 1, 2, 3], [4, 5, 6, 7]])
         values, out = mx.zeros((2, 1, 2)), []
         for pool in [mx.zeros((8, 2)) for _ in range(layers)]:
@@ -147,6 +147,6 @@ def test_layers_share_the_index_arithmetic():
         mx.export_to_dot(text, *out)
         return text.getvalue().count("shape=rectangle")
 
-    one, two, three = (primitives(n) for n in (1, 2, 3))
+    one, two, three = (count_primitives(n) for n in (1, 2, 3))
     assert three - two == two - one
     assert two - one < one - 10

@@ -1,4 +1,4 @@
-"""Every argument that the specification calls invalid, and what the error says."""
+"""Every argument that the specification calls invalid, and the message of its error."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ values = np.zeros((1, 2, 2), np.float32)
 INVALID = {
     "make: pos of one axis": (lambda: make([0], [[1]]), "pos"),
     "make: table of three axes": (lambda: make([[0]], [[[1]]]), "table"),
-    "make: no lane": (lambda: make(np.zeros((0, 1), int), np.zeros((0, 1), int)), "pos"),
+    "make: no batch row": (lambda: make(np.zeros((0, 1), int), np.zeros((0, 1), int)), "pos"),
     "make: no token": (lambda: make(np.zeros((1, 0), int), [[1]]), "pos"),
     "make: no column": (lambda: make([[0]], np.zeros((1, 0), int)), "table"),
-    "make: no row": (lambda: make([[0]], np.zeros((0, 1), int), row=[0]), "table"),
-    "make: rows other than lanes": (lambda: make([[0]], [[1], [2]]), "2 rows"),
+    "make: no table row": (lambda: make([[0]], np.zeros((0, 1), int), row=[0]), "table"),
+    "make: table rows other than batch rows": (lambda: make([[0]], [[1], [2]]), "2 rows"),
     "make: row of another length": (lambda: make([[0]], [[1]], row=[0, 0]), "row"),
     "make: row of two axes": (lambda: make([[0]], [[1]], row=[[0]]), "row"),
     "make: floats": (lambda: make([[0.0]], [[1]]), "float64"),
@@ -36,7 +36,7 @@ INVALID = {
     "make: blocks of other rows": (lambda: make([[0]], [[1]], every=[(2, [[0], [1]])]), "blocks of 2"),
     "make: blocks empty": (lambda: make([[0]], [[1]], every=[(2, np.zeros((1, 0), int))]), "blocks of 2"),
     "make: no pair": (lambda: make([[0]], [[1]], every=[2]), "pairs"),
-    "rows: no lane": (lambda: rows(4, []), "no rows"),
+    "rows: no rows": (lambda: rows(4, []), "no rows"),
     "rows: context 0": (lambda: rows(0, [0]), "context"),
     "rows: length below 0": (lambda: rows(4, [-1]), "lens"),
     "rows: length past the context": (lambda: rows(4, [1, 5]), r"lens\[1\]"),
@@ -45,16 +45,16 @@ INVALID = {
     "rows: a fraction": (lambda: rows(4, [1.5]), "integer"),
     "rows: block of 1": (lambda: rows(4, [1], every=[1]), "at least 2"),
     "rows: block twice": (lambda: rows(4, [1], every=[3, 3]), "each size once"),
-    "whole: no lane": (lambda: whole(0, 1), "batch"),
+    "whole: no rows": (lambda: whole(0, 1), "batch"),
     "whole: no token": (lambda: whole(1, 0), "seq"),
     "whole: length past seq": (lambda: whole(1, 2, [3]), "lens"),
     "whole: length below 0": (lambda: whole(1, 2, [-1]), "lens"),
-    "whole: other lanes": (lambda: whole(2, 2, [1]), "1 lengths"),
-    "packed: no lane": (lambda: packed(3, []), "no rows"),
+    "whole: other rows": (lambda: whole(2, 2, [1]), "1 lengths"),
+    "packed: no rows": (lambda: packed(3, []), "no rows"),
     "packed: no token": (lambda: packed(0, [[1]]), "seq"),
     "packed: length below 0": (lambda: packed(3, [[1, -1]]), r"lens\[0\]\[1\]"),
     "packed: more than seq": (lambda: packed(3, [[1], [2, 2]]), "4 tokens"),
-    "packed: a number for a lane": (lambda: packed(3, [1]), "list of lengths"),
+    "packed: a number for a row": (lambda: packed(3, [1]), "list of lengths"),
     "packed: a number for a list": (lambda: packed(3, 1), "lengths"),
     "window: 0": (lambda: table_index.window(0), "window"),
     "window: true": (lambda: table_index.window(True), "window"),
@@ -79,23 +79,26 @@ INVALID = {
     "every: packed": (lambda: packed(2, [[2]]).every(2), "unpacked"),
     "advance: whole": (lambda: whole(1, 2).advance(), "stores nothing"),
     "advance: packed": (lambda: packed(2, [[2]]).advance(), "stores nothing"),
-    "at: other lanes": (lambda: table_index.with_positions([[0], [1]]), "with_positions: pos"),
-    "at: whole": (lambda: whole(1, 2).with_positions([[0]]), "over a table"),
-    "narrow: 0": (lambda: table_index.limit_context(0), "limit_context"),
-    "narrow: wider": (lambda: table_index.limit_context(4), "at most 3"),
-    "narrow: whole": (lambda: whole(1, 2).limit_context(1), "over a table"),
-    "heads: 0": (lambda: table_index.for_heads(0, 8), "for_heads: num_heads"),
-    "heads: block 0": (lambda: table_index.for_heads(2, 0), "for_heads: head_span"),
-    "heads: past int32": (lambda: table_index.for_heads(2, 2**30), "at most"),
-    "twice: below 0": (lambda: table_index.for_key_value_pool(-1), "for_key_value_pool: value_offset"),
-    "twice: past int32": (lambda: table_index.for_key_value_pool(2**30 + 1), "for_key_value_pool: value_offset"),
-    "twice: blocks": (lambda: every_index.for_key_value_pool(4), "blocks"),
-    "extend: another tail": (lambda: table_index.extend(values[:, :, :1], pool), r"\[1, 2, 2\]"),
+    "with_positions: other rows": (lambda: table_index.with_positions([[0], [1]]), "with_positions: pos"),
+    "with_positions: whole": (lambda: whole(1, 2).with_positions([[0]]), "over a table"),
+    "limit_context: 0": (lambda: table_index.limit_context(0), "limit_context"),
+    "limit_context: more columns": (lambda: table_index.limit_context(4), "at most 3"),
+    "limit_context: whole": (lambda: whole(1, 2).limit_context(1), "over a table"),
+    "for_heads: no heads": (lambda: table_index.for_heads(0, 8), "for_heads: num_heads"),
+    "for_heads: head_span 0": (lambda: table_index.for_heads(2, 0), "for_heads: head_span"),
+    "for_heads: past int32": (lambda: table_index.for_heads(2, 2**30), "at most"),
+    "for_key_value_pool: below 0": (lambda: table_index.for_key_value_pool(-1), "for_key_value_pool: value_offset"),
+    "for_key_value_pool: past int32": (
+        lambda: table_index.for_key_value_pool(2**30 + 1),
+        "for_key_value_pool: value_offset",
+    ),
+    "for_key_value_pool: blocks": (lambda: every_index.for_key_value_pool(4), "blocks"),
+    "extend: another width": (lambda: table_index.extend(values[:, :, :1], pool), r"\[1, 2, 2\]"),
     "extend: other tokens": (lambda: table_index.extend(values[:, :1], pool), r"\[1, 2, 2\]"),
     "extend: another dtype": (lambda: table_index.extend(values.astype(np.float16), pool), "float16"),
     "extend: no slot axis": (lambda: table_index.extend(values, np.float32(0)), "axis of slots"),
-    "extend: whole, another tail": (lambda: whole(1, 2).extend(values[:, :, :1], pool), r"\[1, 2, 2\]"),
-    "store: another tail": (lambda: table_index.write(values[:, :, :1], pool), r"\[1, 2, 2\]"),
+    "extend: whole, another width": (lambda: whole(1, 2).extend(values[:, :, :1], pool), r"\[1, 2, 2\]"),
+    "write: another width": (lambda: table_index.write(values[:, :, :1], pool), r"\[1, 2, 2\]"),
     "read: a draft": (lambda: draft_index.read(pool), "extend"),
     "read: whole": (lambda: whole(1, 2).read(pool), "extend"),
     "place: no device": (lambda: table_index.place("cpu"), "stream"),
@@ -103,9 +106,9 @@ INVALID = {
 
 
 @pytest.mark.parametrize("name", INVALID)
-def test_an_invalid_argument_raises_and_names_itself(name: str):
-    act, says = INVALID[name]
-    with pytest.raises(ValueError, match=says) as raised:
+def test_an_invalid_argument_raises_an_error_that_names_it(name: str):
+    act, message = INVALID[name]
+    with pytest.raises(ValueError, match=message) as raised:
         act()
     assert isinstance(raised.value, CacheError)
     assert raised.value.where.startswith("CacheIndex.")
@@ -116,7 +119,9 @@ VALID = {
     "every 1 of a constructor's index": lambda: [
         i.every(1) for i in (table_index, draft_index, packed(2, [[2]]), whole(1, 2))
     ],
-    "every of the size it reads, even selecting": lambda: [every_index.every(2).select(selected_columns).every(2)],
+    "every of the size it reads, also under a selection": lambda: [
+        every_index.every(2).select(selected_columns).every(2)
+    ],
     "draft over a draft": lambda: [draft_index.draft([[1, 2]], sees)],
     "window over a draft": lambda: [draft_index.window(2)],
     "selection in blocks, on packed, over a selection": lambda: [
@@ -124,7 +129,7 @@ VALID = {
         packed(2, [[2]]).select(selected_columns),
         table_index.select(selected_columns).select(selected_columns),
     ],
-    "a lane of no token": lambda: [rows(3, [0]), whole(1, 1, [0]), packed(1, [[]]), packed(1, [[0]])],
+    "a row of no tokens": lambda: [rows(3, [0]), whole(1, 1, [0]), packed(1, [[]]), packed(1, [[0]])],
     "numpy numbers": lambda: [
         rows(np.int64(3), np.array([1, 2])),
         whole(np.int32(1), np.int8(2)),
@@ -135,7 +140,7 @@ VALID = {
 
 
 @pytest.mark.parametrize("name", VALID)
-def test_what_the_specification_allows_does_not_raise(name: str):
+def test_a_valid_argument_does_not_raise(name: str):
     for index in VALID[name]():
         assert index.mask().shape[:2] == (index.batch, index.seq)
 
@@ -146,6 +151,6 @@ def test_every_of_the_same_size_is_the_index_itself():
     assert blocks.every(2) is blocks
 
 
-def test_an_index_can_not_be_changed():
+def test_an_index_is_immutable():
     with pytest.raises(AttributeError):
         table_index.window_size = 3  # type: ignore[misc]

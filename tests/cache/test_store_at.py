@@ -1,4 +1,4 @@
-"""A whole or packed index that keeps its tokens: seen as without, and stored at the slots that are named."""
+"""store_at: a whole or packed index reads as without it, and its tokens are stored at the given slots."""
 
 from __future__ import annotations
 
@@ -12,69 +12,70 @@ from mlx_transmuter.cache import CacheError, CacheIndex
 
 
 def random_packed_index(data) -> tuple[CacheIndex, np.ndarray]:
-    """An index of lanes of several sequences, and distinct slots for some of its tokens, below 40."""
-    lanes = data.draw(st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=3), label="lanes")
-    seq = max(1, *map(sum, lanes)) + data.draw(st.integers(0, 2), label="padding")
-    index = CacheIndex.packed(seq, lanes)
-    draw = np.random.default_rng(data.draw(st.integers(0, 2**16), label="seed"))
-    slots = draw.permutation(40)[: len(lanes) * seq].reshape(len(lanes), seq)
-    slots = np.where(draw.random(slots.shape) < 0.2, draw.choice([-1, 40, 99], slots.shape), slots)
+    """An index of rows of several sequences, and distinct slots for some of its tokens, below 40."""
+    lens = data.draw(st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=3), label="lens")
+    seq = max(1, *map(sum, lens)) + data.draw(st.integers(0, 2), label="padding")
+    index = CacheIndex.packed(seq, lens)
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**16), label="seed"))
+    slots = rng.permutation(40)[: len(lens) * seq].reshape(len(lens), seq)
+    slots = np.where(rng.random(slots.shape) < 0.2, rng.choice([-1, 40, 99], slots.shape), slots)
     return index, slots
 
 
 @settings(max_examples=100)
-@given(data=st.data(), window=st.sampled_from([None, 1, 2]), spare=st.booleans(), selected=st.booleans())
-def test_it_sees_what_it_saw_and_stores_where_it_is_told(data, window, spare, selected):
+@given(data=st.data(), window=st.sampled_from([None, 1, 2]), has_spare_row=st.booleans(), selects=st.booleans())
+def test_the_reads_stay_the_same_and_the_tokens_are_stored(data, window, has_spare_row, selects):
     index, slots = random_packed_index(data)
     index = index if window is None else index.window(window)
-    if selected:
+    if selects:
         index = index.select(
             np.arange(index.batch * index.seq * 2).reshape(index.batch, index.seq, 2) % (index.seq + 1)
         )
-    keeps = index.store_at(slots)
-    keeps = keeps.with_spare_row(40) if spare else keeps
+    storing = index.store_at(slots)
+    storing = storing.with_spare_row(40) if has_spare_row else storing
     values = np.random.default_rng(1).normal(size=(index.batch, index.seq, 3)).astype(np.float32)
-    pool = np.full((40 + spare, 3), np.nan, np.float32)
-    (seen, after), (wanted, same) = (i.extend(mx.array(values), mx.array(pool)) for i in (keeps, index))
-    assert np.array_equal(np.array(seen), np.array(wanted))
-    assert np.array_equal(np.array(same), pool, equal_nan=True)
-    assert np.array_equal(np.array(keeps.mask()), np.array(index.mask()))
-    assert (keeps.context, keeps.positions().tolist()) == (index.context, index.positions().tolist())
+    pool = np.full((40 + has_spare_row, 3), np.nan, np.float32)
+    seen, new_pool = storing.extend(mx.array(values), mx.array(pool))
+    expected_seen, old_pool = index.extend(mx.array(values), mx.array(pool))
+    assert np.array_equal(np.array(seen), np.array(expected_seen))
+    assert np.array_equal(np.array(old_pool), pool, equal_nan=True)
+    assert np.array_equal(np.array(storing.mask()), np.array(index.mask()))
+    assert (storing.context, storing.positions().tolist()) == (index.context, index.positions().tolist())
     for b, i in np.ndindex(slots.shape):
         if index.token_positions[b, i].item() >= 0 and 0 <= slots[b, i] < 40:
             pool[slots[b, i]] = values[b, i]
-    assert np.array_equal(np.array(after)[:40], pool[:40], equal_nan=True)
-    assert np.array_equal(np.array(keeps.write(mx.array(values), same))[:40], pool[:40], equal_nan=True)
+    assert np.array_equal(np.array(new_pool)[:40], pool[:40], equal_nan=True)
+    assert np.array_equal(np.array(storing.write(mx.array(values), old_pool))[:40], pool[:40], equal_nan=True)
 
 
 @settings(max_examples=50)
-@given(data=st.data(), block=st.sampled_from([1, 4, 40]))
-def test_with_heads_apart_each_head_is_stored_in_its_own_row(data, block):
+@given(data=st.data(), head_span=st.sampled_from([1, 4, 40]))
+def test_each_head_is_stored_in_a_row_of_its_own(data, head_span):
     index, slots = random_packed_index(data)
     values = np.random.default_rng(2).normal(size=(index.batch, 2, index.seq, 3)).astype(np.float32)
-    flat = mx.array(values.reshape(-1, index.seq, 3))
-    seen, after = index.store_at(slots).for_heads(2, block).extend(flat, mx.zeros((80, 3)))
-    assert np.array_equal(np.array(seen), np.array(flat))
-    wanted = np.zeros((40 // block, 2, block, 3), np.float32)
+    flat_values = mx.array(values.reshape(-1, index.seq, 3))
+    seen, pool = index.store_at(slots).for_heads(2, head_span).extend(flat_values, mx.zeros((80, 3)))
+    assert np.array_equal(np.array(seen), np.array(flat_values))
+    expected = np.zeros((40 // head_span, 2, head_span, 3), np.float32)
     for b, i in np.ndindex(slots.shape):
         if index.token_positions[b, i].item() >= 0 and 0 <= slots[b, i] < 40:
-            wanted[slots[b, i] // block, :, slots[b, i] % block] = values[b, :, i]
-    assert np.array_equal(np.array(after), wanted.reshape(80, 3))
+            expected[slots[b, i] // head_span, :, slots[b, i] % head_span] = values[b, :, i]
+    assert np.array_equal(np.array(pool), expected.reshape(80, 3))
 
 
-def test_walk_says_it():
+def test_walk_reports_the_stores():
     index = CacheIndex.packed(4, [[2, 2]])
-    keeps = index.store_at([[3, 1, 0, 7]])
-    assert keeps.walk()[0] != index.walk()[0]
-    again = CacheIndex.from_walk(*keeps.walk())
-    assert again.walk()[0] == keeps.walk()[0]
-    assert [a.tolist() for a in again.walk()[1]] == [a.tolist() for a in keeps.walk()[1]]
-    assert repr(keeps) == "CacheIndex(packed, batch=1, seq=4, context=4, store)"
+    storing = index.store_at([[3, 1, 0, 7]])
+    assert storing.walk()[0] != index.walk()[0]
+    rebuilt = CacheIndex.from_walk(*storing.walk())
+    assert rebuilt.walk()[0] == storing.walk()[0]
+    assert [leaf.tolist() for leaf in rebuilt.walk()[1]] == [leaf.tolist() for leaf in storing.walk()[1]]
+    assert repr(storing) == "CacheIndex(packed, batch=1, seq=4, context=4, store)"
     with pytest.raises(CacheError, match="from_walk"):
-        CacheIndex.from_walk(keeps.walk()[0], index.walk()[1])
+        CacheIndex.from_walk(storing.walk()[0], index.walk()[1])
 
 
-def test_a_column_of_a_whole_index_stands_at_its_tokens_position():
+def test_a_column_of_a_whole_index_is_at_the_position_of_its_token():
     assert CacheIndex.packed(5, [[2, 2]]).column_positions().tolist() == [[-1, 0, 1, 0, 1]]
     with pytest.raises(CacheError, match="column_positions"):
         CacheIndex.whole(1, 4).every(2).column_positions()
@@ -89,11 +90,11 @@ def test_a_column_of_a_whole_index_stands_at_its_tokens_position():
         (CacheIndex.whole(1, 2), [[0.5, 1]], "integers"),
     ],
 )
-def test_what_cannot_keep_is_refused(index, slots, match):
+def test_an_index_that_cannot_store_raises(index, slots, match):
     with pytest.raises(CacheError, match=match):
         index.store_at(slots)
 
 
-def test_it_reads_no_blocks():
+def test_an_index_that_stores_reads_no_blocks():
     with pytest.raises(CacheError, match="every"):
         CacheIndex.whole(1, 4).store_at([[0, 1, 2, 3]]).every(2)
