@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
 from mlx_transmuter.program import Program
-from mlx_transmuter.program.layer_arrays import array_name, array_owner, layer_arrays
+from mlx_transmuter.program.layer_arrays import array_name, layer_arrays
 
 
 def name_arrays(path: str, arrays: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -23,14 +23,6 @@ class LayerView:
     def arrays(self, path: str) -> dict[str, LazyTensor]:
         """The arrays of the layer at `path`: "weight", "bias", … -> tensor."""
         return layer_arrays(path, self.program.tensors)
-
-    def array_name(self, path: str, part: str) -> str:
-        """The name of the weight that is the array `part` of the layer at `path`."""
-        return array_name(path, part)
-
-    def owner(self, name: str) -> tuple[str, str] | None:
-        """The layer that the weight `name` is an array of, and which array; None for a weight of no layer."""
-        return array_owner(name, self.program.layers)
 
     def free_path(self, path: str, suffix: str, removed: Collection[str] = (), added: Collection[str] = ()) -> str:
         """Returns `path` with `suffix` after it as often as it takes until no weight stands at the path or inside it.

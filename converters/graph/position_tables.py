@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from mlx_transmuter.converters.graph.graph_view import is_op_type
+from mlx_transmuter.converters.graph.operator_sets import RESHAPE_OPS
 from mlx_transmuter.program import Program
+from mlx_transmuter.program.layer_arrays import array_name
 
-_SAME_VALUE_OPS = ("Cast", "Reshape", "Unsqueeze", "Squeeze", "Identity")
+_SAME_VALUE_OPS = (*RESHAPE_OPS, "Cast")
 
 
 def position_table_rows(program: Program) -> int | None:
@@ -19,7 +21,7 @@ def position_table_rows(program: Program) -> int | None:
         if offset is None:
             continue
         if node.op == "mlx.embedding":
-            limits.append(program.weights[f"{node.inputs[1]}.weight"].shape[0] - offset)
+            limits.append(program.weights[array_name(node.inputs[1], "weight")].shape[0] - offset)
         elif is_op_type(node, "Add"):
             added = next((program.constants[name] for name in node.inputs if name in program.constants), None)
             if added is not None and added.size:
