@@ -1,4 +1,4 @@
-"""The node cases that are not expected to pass, each with its reason and the error it ends in."""
+"""The node cases that are not expected to pass, each with its reason and the error that it must end in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlx_transmuter.ops import OperatorError
 
 
 class Exclusion(NamedTuple):
-    """Cases whose whole name matches `pattern`; `error` is what they end in, and must: one that passes is an error too."""
+    """The cases whose full name matches `pattern`; each must end in `error`, so that one that passes fails the test."""
 
     pattern: str
     error: type[Exception]
@@ -51,12 +51,12 @@ EXCLUDED = (
     Exclusion(
         r"test_bitcast_(float64_to_int64|int64_to_float64)",
         OperatorError,
-        "Metal has no float64: a device holds neither type whole, so their bits cannot be read",
+        "Metal has no float64: a device holds both types in 32 bits, so their bits cannot be read",
     ),
     Exclusion(
         r"test_bernoulli.*|test_training_dropout(_default)?(_mask)?",
         AssertionError,
-        "chance: ONNX fixes the distribution, the case expects one generator's draws",
+        "random numbers: ONNX fixes the distribution, the case expects those of one generator",
     ),
     Exclusion(
         r"test_attention_4d_causal_fp16(_expanded)?",
@@ -67,5 +67,5 @@ EXCLUDED = (
 
 
 def exclusion(name: str) -> Exclusion | None:
-    """Why the case of that name is excluded, or None."""
-    return next((one for one in EXCLUDED if re.fullmatch(one.pattern, name)), None)
+    """Returns the rule that excludes the case of that name, or None."""
+    return next((rule for rule in EXCLUDED if re.fullmatch(rule.pattern, name)), None)

@@ -1,7 +1,7 @@
-"""ONNX's own node cases, run as a model is: read, saved as a folder, loaded, and called on MLX.
+"""ONNX's own node cases, each treated like a model: read, saved as a folder, loaded, and called on MLX.
 
-Each case runs twice: with its inputs on the device (but for those that a shape follows from), and with all of them
-known on the host while the graph is walked.
+Each case runs twice: with its inputs on the device (except for those that determine a shape), and with all of them known
+on the host while the graph is traced.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from mlx_transmuter.converters.onnx_reader.reader import read_onnx
 from mlx_transmuter.model import PROGRAM_FILE, load_module
 from mlx_transmuter.program import Node, Program, weights
 
-# Shapes of values are known whatever their elements are, so what they are read from need not be on the host.
+# The shape of a value is known whatever its elements are, so the inputs of these need not be on the host.
 _SHAPES = ("Shape-", "Size-", "SequenceLength-", "OptionalHasElement-")
 _SMALL_INTEGERS = {"int4": np.int8, "int2": np.int8, "uint4": np.uint8, "uint2": np.uint8}
 
 
 def load(modules: Iterable[str] | None = None) -> list[TestCase]:
-    """The cases of onnx's modules `modules`, which are named after operators, or of all of them."""
+    """Returns the cases of some of onnx's modules, which are named after operators, or of all of them."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # making a case, NumPy overflows and divides by zero on purpose
+        warnings.simplefilter("ignore")  # some cases overflow or divide by zero in NumPy on purpose
         if modules is None:
             return list(load_model_tests(kind="node"))
         for name in modules:
@@ -42,18 +42,18 @@ def load(modules: Iterable[str] | None = None) -> list[TestCase]:
 
 
 def operator(case: TestCase) -> str:
-    """The operator that the case is about; for one expanded into its function, that of the case it was made from."""
+    """Returns the operator of the first node of a case."""
     assert case.model is not None
     return case.model.graph.node[0].op_type
 
 
 def plain_name(name: str) -> str:
-    """The name of the case that an expanded one was made from."""
+    """Returns the name of a case without the suffix of one whose operator is expanded into its function."""
     return re.sub(r"_expanded.*$", "", name)
 
 
 def run(case: TestCase, folder: Path) -> None:
-    """Raises AssertionError where a result differs from what the case expects, and what conversion and module raise."""
+    """Runs a case in a folder. Raises AssertionError where a result differs, and the errors of conversion and module."""
     assert case.model is not None
     assert case.data_sets is not None
     program = read_onnx(case.model)
@@ -62,21 +62,21 @@ def run(case: TestCase, folder: Path) -> None:
     )
     program.save(folder / PROGRAM_FILE)
     module = load_module(folder)
-    shaping = _shaping(module.program)
+    shape_values = _shape_determining_values(module.program)
     for inputs, expected in case.data_sets:
         for hosted in (False, True):
             values = {
-                value.name: _given(array, hosted or value.name in shaping)
+                value.name: _as_input(array, hosted or value.name in shape_values)
                 for value, array in zip(program.inputs, inputs, strict=True)
             }
             results = module(**values)
-            for value, wanted in zip(program.outputs, expected, strict=True):
-                _check(results[value.name], _array(wanted), case, value.name)
+            for value, reference in zip(program.outputs, expected, strict=True):
+                _check(results[value.name], _array(reference), case, value.name)
 
 
-def _shaping(program: Program) -> set[str]:
-    """The values from which something follows that must be known while the graph is walked."""
-    found: set[str] = set()
+def _shape_determining_values(program: Program) -> set[str]:
+    """Returns the values on which an input depends that must be known while the graph is traced."""
+    names: set[str] = set()
 
     def visit(nodes: list[Node]) -> None:
         for node in reversed(nodes):
@@ -85,16 +85,16 @@ def _shaping(program: Program) -> set[str]:
             operator = ops.OPERATORS[node.op]
             for i, name in enumerate(node.inputs):
                 if i in operator.host_inputs if i < len(operator.input_names) else operator.host_variadic_inputs:
-                    found.add(name)
-            if not found.isdisjoint(node.outputs) and not node.op.startswith(_SHAPES):
-                found.update(node.all_inputs())
+                    names.add(name)
+            if not names.isdisjoint(node.outputs) and not node.op.startswith(_SHAPES):
+                names.update(node.all_inputs())
 
     visit(program.nodes)
-    return found
+    return names
 
 
 def _array(value: Any) -> Any:
-    """A case's value as arrays: NumPy's own, with integers of odd width one a byte, as files of them are read."""
+    """Returns a case's value as NumPy arrays, with integers of 2 and 4 bits one per byte, as the reader has them."""
     if isinstance(value, list):
         return [_array(item) for item in value]
     if isinstance(value, TensorProto):
@@ -105,33 +105,33 @@ def _array(value: Any) -> Any:
     return array.astype(_SMALL_INTEGERS.get(array.dtype.name, array.dtype))
 
 
-def _given(value: Any, hosted: bool) -> Any:
+def _as_input(value: Any, hosted: bool) -> Any:
     array = _array(value)
     if isinstance(array, list):
-        return [_given(item, hosted) for item in array]
+        return [_as_input(item, hosted) for item in array]
     if hosted or array is None or ops.ELEMENT_TYPES[ops.ELEMENT_TYPE_CODES.get(array.dtype.name, 8)][1] is None:
         return array
     return ops.to_device(array)
 
 
-def _check(result: Any, wanted: Any, case: TestCase, name: str) -> None:
-    if isinstance(wanted, list):
+def _check(result: Any, reference: Any, case: TestCase, name: str) -> None:
+    if isinstance(reference, list):
         assert isinstance(result, list), f"{name}: {type(result).__name__}, expected a sequence"
-        assert len(result) == len(wanted), f"{name}: {len(result)} elements, expected {len(wanted)}"
-        for one, other in zip(result, wanted, strict=True):
+        assert len(result) == len(reference), f"{name}: {len(result)} elements, expected {len(reference)}"
+        for one, other in zip(result, reference, strict=True):
             _check(one, other, case, name)
         return
-    if wanted is None:
+    if reference is None:
         assert result is None, f"{name}: {result}, expected an empty optional"
         return
-    # What a device holds of the expected type: the result must be of that type, and integers equal.
-    held = ops.to_device(wanted)
-    got = result if isinstance(result, mx.array) else ops.to_device(result)
-    assert got.dtype == held.dtype, f"{name}: {got.dtype}, expected {held.dtype}"
-    assert got.shape == held.shape, f"{name}: {got.shape}, expected {held.shape}"
-    if not mx.issubdtype(held.dtype, mx.inexact):
-        np.testing.assert_array_equal(ops.to_host(got), ops.to_host(held))
+    # The result must have the type that a device has for the expected one, and equal integers.
+    expected = ops.to_device(reference)
+    actual = result if isinstance(result, mx.array) else ops.to_device(result)
+    assert actual.dtype == expected.dtype, f"{name}: {actual.dtype}, expected {expected.dtype}"
+    assert actual.shape == expected.shape, f"{name}: {actual.shape}, expected {expected.shape}"
+    if not mx.issubdtype(expected.dtype, mx.inexact):
+        np.testing.assert_array_equal(ops.to_host(actual), ops.to_host(expected))
         return
-    rtol = max(case.rtol, 2**-6) if held.dtype == mx.bfloat16 else case.rtol  # as onnx's own runner has it
-    exact = wanted.astype(np.float32) if held.dtype == mx.bfloat16 else wanted
-    np.testing.assert_allclose(ops.to_host(got), exact, rtol=rtol, atol=case.atol)
+    rtol = max(case.rtol, 2**-6) if expected.dtype == mx.bfloat16 else case.rtol  # as onnx's own runner has it
+    exact = reference.astype(np.float32) if expected.dtype == mx.bfloat16 else reference
+    np.testing.assert_allclose(ops.to_host(actual), exact, rtol=rtol, atol=case.atol)

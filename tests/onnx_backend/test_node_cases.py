@@ -6,7 +6,9 @@ import node_cases
 import pytest
 from exclusions import EXCLUDED, exclusion
 
-# onnx's modules of cases, named after the operators.
+from scripts import onnx_backend
+
+# onnx's modules of cases, by their names, which are those of operators.
 MODULES = [
     "add",
     "and_",
@@ -121,6 +123,14 @@ def test_node_case(name, tmp_path):
 
 
 def test_exclusions_have_one_reason_each():
-    # Two rules for one case would hide which of them holds.
+    # With two rules for one case, it would be unclear which of them applies.
     for name in CASES:
-        assert sum(bool(re.fullmatch(one.pattern, name)) for one in EXCLUDED) <= 1, name
+        assert sum(bool(re.fullmatch(rule.pattern, name)) for rule in EXCLUDED) <= 1, name
+
+
+def test_the_document_agrees_with_the_cases_and_the_exclusions():
+    counts = onnx_backend.count_results(
+        node_cases.load(), lambda case: "excluded" if exclusion(case.name) else "passed"
+    )
+    text = onnx_backend.TARGET.read_text(encoding="utf-8")
+    assert text == onnx_backend.document(*counts), "run scripts/onnx_backend.py"
