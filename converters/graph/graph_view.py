@@ -79,6 +79,11 @@ class GraphView:
         """The array of a constant, or None for another value."""
         return self.program.constants.get(name)
 
+    def values(self, name: str) -> np.ndarray | None:
+        """The values of a weight, read now, or of a constant; None for another value."""
+        weight = self.weight(name)
+        return weight.read() if weight is not None else self.constant(name)
+
     def scalar(self, name: str) -> int | float | bool | None:
         """The number in a constant of one element, of any rank; None for another value, and for a text."""
         array = self.constant(name)

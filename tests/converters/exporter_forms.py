@@ -1,6 +1,6 @@
 """The forms that tools make of an optimum export: onnxruntime's optimiser by optimum's levels, transformers.js's types.
 
-They are made when a test asks for them, by the tools themselves, which come with onnxruntime.
+The tools themselves, which come with onnxruntime, make them when a test asks for them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def make(name: str, form: str, folder: Path) -> Path:
 
 
 def _optimised(name: str, level: str) -> onnx.ModelProto:
-    """What optimum's ORTOptimizer makes at that level; it takes every decoder for a GPT-2."""
+    """The model after optimum's ORTOptimizer at that level, which treats every decoder as a GPT-2."""
     from onnxruntime.transformers.fusion_options import FusionOptions
     from onnxruntime.transformers.optimizer import optimize_model
 
@@ -45,7 +45,7 @@ def _optimised(name: str, level: str) -> onnx.ModelProto:
     options = FusionOptions("gpt2")
     options.enable_gelu_approximation = level in ("O3", "O4")
     with _torch():
-        made = optimize_model(
+        optimizer = optimize_model(
             str(FIXTURES / name / "model.onnx"),
             "gpt2",
             config.get("num_attention_heads") or config["n_head"],
@@ -56,13 +56,13 @@ def _optimised(name: str, level: str) -> onnx.ModelProto:
             only_onnxruntime=level == "O1",
         )
     if level == "O4":
-        made.convert_float_to_float16(use_symbolic_shape_infer=True, keep_io_types=True)
-    return made.model
+        optimizer.convert_float_to_float16(use_symbolic_shape_infer=True, keep_io_types=True)
+    return optimizer.model
 
 
 @contextlib.contextmanager
 def _torch() -> Iterator[None]:
-    """The optimiser asks torch for which GPUs it was built: where torch isn't, a stand-in says for none."""
+    """The optimiser asks torch for which GPUs it was built; a stand-in for a missing torch answers for none."""
     if importlib.util.find_spec("torch") is not None:
         yield
         return
@@ -76,7 +76,7 @@ def _torch() -> Iterator[None]:
 
 
 def _typed(model: onnx.ModelProto, form: str) -> onnx.ModelProto:
-    """What transformers.js's quantise script makes, but for its last tidying up."""
+    """The model after transformers.js's quantise script, without the script's last clean-up."""
     if form == "bnb4":
         from onnxruntime.quantization.matmul_bnb4_quantizer import MatMulBnb4Quantizer
 

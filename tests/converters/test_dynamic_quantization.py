@@ -1,4 +1,4 @@
-"""Dynamic 8-bit files, as transformers.js' `_quantized`: they convert, and give what onnxruntime gives of one step."""
+"""Dynamic 8-bit files, as transformers.js' `_quantized`: their first logits are those of onnxruntime."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def test_a_dynamic_file_converts_and_its_first_logits_are_those_of_onnxruntime(n
     logits = run.step(ids.astype(np.int32), [8])
     run.evaluate(logits)
     found = ops.to_host(logits[0].astype(mx.float32))
-    # One rounding to 8 bits that goes the other way moves a value by 1/255 of its range; the next layers carry it on.
+    # A value that rounds the other way moves by 1/255 of its range, and the next layers carry the difference on.
     assert np.abs(found - wanted).max() <= 5e-2 * np.ptp(wanted)
     assert np.corrcoef(found, wanted)[0, 1] > 0.999

@@ -1,4 +1,4 @@
-"""Sums with the residual stream: which become a part of their product, and that numbers stay what they were."""
+"""Sums with the residual stream: which are fused with their product, and that this keeps the numbers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ READ = "the product is read by another node too; expected one that only the sum 
 SHAPES = "the product and the residual differ in shape; expected one shape in every size"
 
 
-def sums(program: Program) -> list[Node]:
-    """The sums of a product, and the products that are sums."""
+def fused_and_other_sums(program: Program) -> list[Node]:
+    """The products that are fused with a sum, and the sums of products."""
     graph = GraphView(program)
     linear = [node for node in program.nodes if node.op == "mlx.linear"]
     added = [node for node in program.nodes if node.op.startswith("Add-")]
@@ -33,7 +33,7 @@ def sums(program: Program) -> list[Node]:
 
 
 def outputs(program: Program) -> dict[str, np.ndarray]:
-    """What the program gives for drawn tokens after a drawn cache: two rows of three tokens after seven."""
+    """The outputs for random tokens after a random cache: two rows of three tokens after seven."""
     draw = np.random.default_rng(0)
     signature = DecoderSignature.from_program(program)
     inputs = make_step_inputs(program, signature, 2, 7, 3)
@@ -45,9 +45,9 @@ def outputs(program: Program) -> dict[str, np.ndarray]:
     return {name: np.array(value) for name, value in found.items()}
 
 
-def same(program: Program, after: Program) -> None:
-    """Both programs run and give the same but for rounding: the product's own last bit may be the sum's."""
-    found, wanted = outputs(after), outputs(program)
+def assert_same_outputs(program: Program, rewritten: Program) -> None:
+    """Both programs give the same but for rounding: a product is not rounded on its own before the sum."""
+    found, wanted = outputs(rewritten), outputs(program)
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-5)
@@ -60,7 +60,7 @@ def with_nodes(program: Program, at: Node, *nodes: Node) -> Program:
 
 
 def first_sum(program: Program) -> tuple[Node, str, str]:
-    """The first Add of a product and a value that is none, with the names of the product and the value."""
+    """The first Add of a product and another value, with the names of both."""
     graph = GraphView(program)
     for node in program.nodes:
         if node.op.startswith("Add-"):
@@ -72,16 +72,16 @@ def first_sum(program: Program) -> tuple[Node, str, str]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "llama_q4", "opt"])
-def test_each_layers_two_sums_go_into_its_products(name):
+def test_both_sums_of_each_layer_are_fused(name):
     program = program_before(name, fuse_residual_add)
     after, record = apply_rewrite(program, fuse_residual_add)
     assert (record.replaced_count, record.skip_reasons) == (4, {})
-    assert [len(node.inputs) for node in sums(after)] == [3] * 4
+    assert [len(node.inputs) for node in fused_and_other_sums(after)] == [3] * 4
     assert len(after.nodes) == len(program.nodes) - 4
-    same(program, after)
+    assert_same_outputs(program, after)
 
 
-def test_a_value_that_comes_after_the_product_is_there_when_the_sum_is_made():
+def test_a_residual_may_be_computed_after_the_product():
     program = program_before("llama", fuse_residual_add)
     node, product, other = first_sum(program)
     late = [Node("Abs-6", (other,), ("late",)), replace(node, inputs=("late", product))]
@@ -89,11 +89,11 @@ def test_a_value_that_comes_after_the_product_is_there_when_the_sum_is_made():
     after, record = apply_rewrite(program, fuse_residual_add)
     assert record.replaced_count == 4
     assert after.producers()[node.outputs[0]].inputs[2] == "late"
-    same(program, after)
+    assert_same_outputs(program, after)
 
 
 @pytest.mark.parametrize("change", ["read by another node", "an output", "added to itself"])
-def test_a_product_that_is_read_elsewhere_stays_apart(change):
+def test_a_product_that_another_node_reads_is_skipped(change):
     program = program_before("llama", fuse_residual_add)
     node, product, _ = first_sum(program)
     if change == "read by another node":
@@ -107,12 +107,12 @@ def test_a_product_that_is_read_elsewhere_stays_apart(change):
     assert record.replaced_count == 3
     assert after.producers()[node.outputs[0]].op == node.op
     if change == "an output":
-        same(program, after)
+        assert_same_outputs(program, after)
 
 
 @pytest.mark.parametrize("axes", [1, 2])
-def test_a_sum_that_repeats_one_of_its_terms_stays(axes):
-    """A term of fewer axes, or with one of size 1, may be as large as the sum in some sizes of a step alone."""
+def test_a_sum_that_broadcasts_the_residual_is_skipped(axes):
+    """A residual of fewer axes, or with an axis of size 1, has the shape of the sum in some steps only."""
     program = program_before("llama", fuse_residual_add)
     node, product, other = first_sum(program)
     program.constants["axis"] = np.array([1] if axes == 2 else [0, 1])
@@ -122,7 +122,7 @@ def test_a_sum_that_repeats_one_of_its_terms_stays(axes):
     assert apply_rewrite(program, fuse_residual_add)[1].replaced_count == 3
 
 
-def test_a_product_that_is_repeated_over_what_it_is_added_to_stays():
+def test_a_sum_that_broadcasts_the_product_is_skipped():
     program = program_before("llama", fuse_residual_add)
     made = program.producers()[first_sum(program)[1]]
     program.constants["axis"] = np.array([1])
@@ -132,7 +132,7 @@ def test_a_product_that_is_repeated_over_what_it_is_added_to_stays():
     assert apply_rewrite(program, fuse_residual_add)[1].replaced_count == 3
 
 
-def test_of_two_products_one_takes_the_other():
+def test_a_sum_of_two_products_is_fused_with_the_one_without_bias():
     """gptj adds the products of attention and MLP before the stream; only the second has a bias, which is a sum
     itself.
     """
@@ -142,14 +142,14 @@ def test_of_two_products_one_takes_the_other():
             nodes = [replace(n, inputs=n.inputs[::-1]) if n.op.startswith("Add-") else n for n in program.nodes]
             program = replace(program, nodes=nodes)
         after, record = apply_rewrite(program, fuse_residual_add)
-        taken = [node for node in sums(after) if len(node.inputs) > 2]
+        taken = [node for node in fused_and_other_sums(after) if len(node.inputs) > 2]
         assert record.replaced_count == len(taken) == 2
         assert {node.inputs[1] for node in taken} == {f"transformer.h.{i}.attn.out_proj" for i in range(2)}
-        same(program, after)
+        assert_same_outputs(program, after)
 
 
-def test_both_products_of_a_chain_take_what_is_before_them():
-    """x + attention + MLP in place of attention + MLP + x."""
+def test_both_products_of_a_chain_of_sums_are_fused():
+    """x + attention + MLP instead of attention + MLP + x."""
     program = program_before("gptj", fuse_residual_add)
     graph = GraphView(program)
     for node in program.nodes:
@@ -161,17 +161,17 @@ def test_both_products_of_a_chain_take_what_is_before_them():
             program = with_nodes(program, after, replace(after, inputs=(node.outputs[0], node.inputs[1])))
     found, record = apply_rewrite(program, fuse_residual_add)
     assert record.replaced_count == 4
-    assert [len(node.inputs) for node in sums(found)] == [3] * 4
-    same(program, found)
+    assert [len(node.inputs) for node in fused_and_other_sums(found)] == [3] * 4
+    assert_same_outputs(program, found)
 
 
-def test_it_finds_nothing_more_in_what_it_made():
+def test_a_second_pass_finds_nothing():
     for name in ("llama", "gptj"):
         after, _ = apply_rewrite(program_before(name, fuse_residual_add), fuse_residual_add)
         assert apply_rewrite(after, fuse_residual_add)[1].replaced_count == 0
 
 
-def test_logits_that_something_is_added_to_are_computed_of_every_token():
+def test_logits_with_a_residual_are_computed_for_every_token():
     program = program_before("llama", gather_last_token_logits)
     assert apply_rewrite(program, gather_last_token_logits)[1].replaced_count == 1
     head = program.producers()["logits"]

@@ -1,4 +1,4 @@
-"""Weights in integers, and activations that a file rounds: onnxruntime's logits, as layers where that changes nothing."""
+"""Weights in integers become quantised layers, and rounded activations floats where asked: onnxruntime's logits."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def kinds(program: Program) -> list[str]:
     return [layer["kind"] for path, layer in program.layers.items() if path.startswith("down")]
 
 
-def dequantised(kind: str, form: str, turned: bool, columns: int = 64, block: int = 32):
-    """A toy with MatMul(wide, DequantizeLinear(W)), and the weight [columns, 8] that it stands for."""
+def toy_with_dequantize_linear(kind: str, form: str, turned: bool, columns: int = 64, block: int = 32):
+    """A toy with MatMul(wide, DequantizeLinear(W)), and its weight in floats [columns, 8]."""
     code, low, high = {**PACKED, **BYTES}[kind]
     draw = np.random.default_rng(0)
     shape = (toy.DIM, columns) if turned else (columns, toy.DIM)
@@ -73,7 +73,7 @@ def dequantised(kind: str, form: str, turned: bool, columns: int = 64, block: in
 @pytest.mark.parametrize("form", ["tensor", "channel", "blocks"])
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_weight_in_integers_becomes_a_quantised_layer(kind, form, turned, tmp_path):
-    model, weight = dequantised(kind, form, turned)
+    model, weight = toy_with_dequantize_linear(kind, form, turned)
     found, program = converted(model, tmp_path)
     assert kinds(program) == ["QuantizedLinear"]
     assert not [node for node in program.nodes if "Dequantize" in node.op]
@@ -81,8 +81,8 @@ def test_a_weight_in_integers_becomes_a_quantised_layer(kind, form, turned, tmp_
         assert np.abs(found - wanted).max() <= 1e-4 * np.ptp(wanted)
 
 
-def test_scales_along_the_rows_have_no_group_and_the_weight_is_in_floats(tmp_path):
-    model, _ = dequantised("int8", "blocks", False, block=16)
+def test_blocks_that_mlx_has_no_groups_for_become_floats(tmp_path):
+    model, _ = toy_with_dequantize_linear("int8", "blocks", False, block=16)
     found, program = converted(model, tmp_path)
     assert kinds(program) == ["Linear"]
     wanted = toy.expected(model, IDS)
@@ -123,7 +123,7 @@ def onnxruntime_logits(file: Path, ids: np.ndarray) -> np.ndarray:
     return session.run(["logits"], {v.name: feed[v.name] for v in given})[0][0, -1]
 
 
-def dynamic(name: str, folder: Path, **options) -> Path:
+def dynamically_quantized(name: str, folder: Path, **options) -> Path:
     from onnxruntime.quantization import quantize_dynamic
 
     shutil.copytree(FIXTURES / name, folder)
@@ -133,9 +133,7 @@ def dynamic(name: str, folder: Path, **options) -> Path:
 
 
 def in_floats(file: Path) -> onnx.ModelProto:
-    """The dynamic file with its integer products as products of floats: each weight dequantised, no activation
-    rounded.
-    """
+    """The dynamic file with products of floats for those of integers: weights dequantised, activations not rounded."""
     model = onnx.load(str(file))
     arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
     givers = {name: node for node in model.graph.node for name in node.output}
@@ -158,10 +156,10 @@ def in_floats(file: Path) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma"])
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_a_dynamic_file_with_float_activations_is_a_model_of_quantised_layers(name, per_channel, tmp_path):
+def test_a_dynamic_file_with_float_activations_has_quantised_layers(name, per_channel, tmp_path):
     from onnxruntime.quantization import QuantType
 
-    source = dynamic(name, tmp_path / "source", weight_type=QuantType.QInt8, per_channel=per_channel)
+    source = dynamically_quantized(name, tmp_path / "source", weight_type=QuantType.QInt8, per_channel=per_channel)
     changes = PrecisionOptions(float_activations=True)
     out = convert(source, "model.onnx", tmp_path / "out", progress=False, precision=changes)
     program = load_folder(out).decoder.program
@@ -173,16 +171,16 @@ def test_a_dynamic_file_with_float_activations_is_a_model_of_quantised_layers(na
     wanted, rounded = (onnxruntime_logits(file, ids) for file in (tmp_path / "floats.onnx", source / "model.onnx"))
     found = logits(out, ids)
     assert np.abs(found - wanted).max() <= 1e-4 * np.ptp(wanted)
-    # What the conversion recorded is of the size of what onnxruntime makes of the rounding.
-    said = program.metadata["float_activations"]
+    # The effect that the conversion recorded is about as large as that of onnxruntime's rounding.
+    recorded = program.metadata["float_activations"]
     far = np.abs(found - rounded).max() / np.ptp(rounded)
-    assert far / 10 < said["error"] < far * 10
-    assert f"by up to {said['error']:.1e} of their spread" in (out / "README.md").read_text()
+    assert far / 10 < recorded["error"] < far * 10
+    assert f"by up to {recorded['error']:.1e} of their spread" in (out / "README.md").read_text()
 
 
-def test_a_merged_dynamic_file_keeps_activations_in_float_too(tmp_path):
-    """As transformers.js has them: the products that round are inside the branches."""
-    source = dynamic("gpt2_merged", tmp_path / "source", extra_options={"EnableSubgraph": True})
+def test_a_merged_dynamic_file_can_keep_activations_in_float(tmp_path):
+    """As transformers.js exports them: the products of rounded activations are inside the branches."""
+    source = dynamically_quantized("gpt2_merged", tmp_path / "source", extra_options={"EnableSubgraph": True})
     changes = PrecisionOptions(float_activations=True)
     out = convert(source, "model.onnx", tmp_path / "out", progress=False, precision=changes)
     program = load_folder(out).decoder.program
@@ -197,7 +195,7 @@ def test_a_merged_dynamic_file_keeps_activations_in_float_too(tmp_path):
 
 
 def test_a_merged_dynamic_file_whose_branches_differ_is_refused(tmp_path):
-    source = dynamic("gpt2_merged", tmp_path / "source", extra_options={"EnableSubgraph": True})
+    source = dynamically_quantized("gpt2_merged", tmp_path / "source", extra_options={"EnableSubgraph": True})
     model = onnx.load(str(source / "model.onnx"))
     branches = next(node for node in model.graph.node if node.op_type == "If")
     cached = next(attribute.g for attribute in branches.attribute if attribute.name == "then_branch")
@@ -213,13 +211,13 @@ def test_a_merged_dynamic_file_whose_branches_differ_is_refused(tmp_path):
 
 
 def test_without_the_option_a_dynamic_file_keeps_its_integers(tmp_path):
-    source = dynamic("llama", tmp_path / "source")
+    source = dynamically_quantized("llama", tmp_path / "source")
     program = load_folder(convert(source, "model.onnx", tmp_path / "out", progress=False)).decoder.program
     assert [node for node in program.nodes if node.op.startswith("MatMulInteger-")]
     assert "float_activations" not in program.metadata
 
 
-def test_a_float_file_has_no_activations_to_keep(tmp_path):
+def test_float_activations_of_a_float_file_are_refused(tmp_path):
     with pytest.raises(ConvertError, match=r"no activations rounded to 8 bits"):
         convert(
             FIXTURES / "llama",
@@ -232,7 +230,7 @@ def test_a_float_file_has_no_activations_to_keep(tmp_path):
 
 @pytest.mark.parametrize("fused", ["DynamicQuantizeMatMul", "MatMulIntegerToFloat"])
 @pytest.mark.parametrize("signed", [False, True])
-def test_the_fused_products_of_onnxruntime_too(fused, signed, tmp_path):
+def test_the_fused_products_of_onnxruntime_become_quantised_layers(fused, signed, tmp_path):
     draw = np.random.default_rng(0)
     kind = np.int8 if signed else np.uint8
     values = draw.integers(np.iinfo(kind).min, np.iinfo(kind).max, (64, toy.DIM)).astype(kind)
@@ -279,7 +277,7 @@ class Prompts:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_a_static_qdq_file_converts_and_keeps_or_leaves_its_roundings(name, per_channel, tmp_path):
+def test_a_static_qdq_file_keeps_its_roundings_or_drops_them_where_asked(name, per_channel, tmp_path):
     import onnxruntime as ort
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
@@ -301,11 +299,11 @@ def test_a_static_qdq_file_converts_and_keeps_or_leaves_its_roundings(name, per_
     assert [node for node in program.nodes if node.op.startswith("QuantizeLinear-")]
     assert [layer for layer in program.layers.values() if layer["kind"] == "QuantizedLinear"]
     found = logits(kept, ids)
-    assert np.abs(found - wanted).max() <= 5e-2 * np.ptp(wanted)  # a rounding that goes the other way is 1/255
+    assert np.abs(found - wanted).max() <= 5e-2 * np.ptp(wanted)  # a value that rounds the other way moves by 1/255
     floats = convert(
         source, "model.onnx", tmp_path / "floats", progress=False, precision=PrecisionOptions(float_activations=True)
     )
     program = load_folder(floats).decoder.program
     assert not [node for node in program.nodes if node.op.startswith("QuantizeLinear-")]
-    # Without the roundings it is nearer to the float model than the file is.
+    # Without the roundings the conversion is closer to the float model than the file is.
     assert np.abs(logits(floats, ids) - plain).max() < np.abs(wanted - plain).max()

@@ -1,4 +1,4 @@
-"""Weights in blocks on a whole graph: the converted folder gives onnxruntime's logits, from quantised layers."""
+"""Weights in blocks of few bits: a converted decoder gives onnxruntime's logits, from quantised layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS = toy.DIM
 
 
 def packed(values: np.ndarray, bits: int, block: int) -> np.ndarray:
-    """The values [rows, columns] as MatMulNBits has them: uint8 [rows, blocks, block · bits / 8], bit by bit."""
+    """The values [rows, columns] packed as MatMulNBits reads them: uint8 [rows, blocks, block · bits / 8]."""
     rows, columns = values.shape
     blocks = -(-columns // block)
     padded = np.zeros((rows, blocks * block), np.uint8)
@@ -37,8 +37,10 @@ def packed(values: np.ndarray, bits: int, block: int) -> np.ndarray:
     return np.packbits(flags.reshape(rows, -1), axis=1, bitorder="little").reshape(rows, blocks, block * bits // 8)
 
 
-def n_bits(columns: int, block: int, bits: int, zeros: str, order: str = "", bias: bool = False, seed: int = 0):
-    """A MatMulNBits [columns → 8]: (the toy with it, the weight that it stands for, its bias or None)."""
+def toy_with_matmul_nbits(
+    columns: int, block: int, bits: int, zeros: str, order: str = "", bias: bool = False, seed: int = 0
+):
+    """A MatMulNBits of `columns` inputs and 8 outputs: the toy with it, its weight in floats, and its bias or None."""
     draw = np.random.default_rng(seed)
     blocks = -(-columns // block)
     values = draw.integers(0, 2**bits, (ROWS, columns)).astype(np.uint8)
@@ -82,14 +84,14 @@ def converted(model: onnx.ModelProto, tmp_path: Path) -> tuple[np.ndarray, Progr
     return toy.found(folder, IDS), load_folder(folder).decoder.program
 
 
-def agrees(found: np.ndarray, wanted: np.ndarray) -> None:
+def assert_close(found: np.ndarray, wanted: np.ndarray) -> None:
     assert np.abs(found - wanted).max() <= 1e-4 * np.ptp(wanted)
 
 
 CASES = [
     *((columns, block, bits, "packed", "") for columns, block in ((256, 32), (128, 64), (256, 128), (512, 256)) for bits in (2, 4, 8)),
     *((128, 32, bits, zeros, "") for bits in (2, 4, 8) for zeros in ("", "floats")),
-    # Columns that are no whole blocks: groups of another size, or zeros after them.
+    # Columns that do not fill the last block: groups of another size, or zeros after them.
     (96, 64, 4, "packed", ""), (96, 128, 8, "packed", ""), (48, 32, 4, "packed", ""), (40, 64, 8, "", ""), (130, 128, 4, "packed", ""),
     (200, 256, 2, "floats", ""), (7, 32, 4, "packed", ""),
     # Columns whose blocks aren't in order, as GPTQ's are.
@@ -99,35 +101,37 @@ CASES = [
 
 @pytest.mark.parametrize(("columns", "block", "bits", "zeros", "order"), CASES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_blocks_become_a_quantised_layer_with_onnxruntimes_logits(columns, block, bits, zeros, order, bias, tmp_path):
-    model, weight, offset = n_bits(columns, block, bits, zeros, order, bias)
+def test_blocks_become_a_quantised_layer_with_the_logits_of_onnxruntime(
+    columns, block, bits, zeros, order, bias, tmp_path
+):
+    model, weight, offset = toy_with_matmul_nbits(columns, block, bits, zeros, order, bias)
     found, program = converted(model, tmp_path)
     assert [layer["kind"] for path, layer in program.layers.items() if path == "w"] == ["QuantizedLinear"]
     assert program.layers["w"]["bias"] == bias
     assert not [node for node in program.nodes if "MatMulNBits" in node.op]
-    agrees(found, toy.expected(with_floats(weight, columns, offset), IDS))
-    if not (order or bits == 2 or zeros == "floats"):  # what onnxruntime's own kernels on a CPU take
-        agrees(found, toy.expected(model, IDS))
+    assert_close(found, toy.expected(with_floats(weight, columns, offset), IDS))
+    if not (order or bits == 2 or zeros == "floats"):  # what onnxruntime has kernels for on a CPU
+        assert_close(found, toy.expected(model, IDS))
 
 
 @pytest.mark.parametrize(
     ("columns", "block", "order"), [(64, 16, ""), (40, 16, ""), (128, 32, "uneven"), (64, 16, "shuffled")]
 )
 @pytest.mark.parametrize("bits", [4, 8])
-def test_what_mlx_has_no_groups_for_is_a_layer_in_floats_and_said(columns, block, order, bits, tmp_path):
-    model, weight, _ = n_bits(columns, block, bits, "packed", order)
+def test_blocks_that_mlx_has_no_groups_for_become_floats_and_are_recorded(columns, block, order, bits, tmp_path):
+    model, weight, _ = toy_with_matmul_nbits(columns, block, bits, "packed", order)
     found, program = converted(model, tmp_path)
-    agrees(found, toy.expected(with_floats(weight, columns), IDS))
+    assert_close(found, toy.expected(with_floats(weight, columns), IDS))
     assert program.layers["w.layer"] == {"kind": "Linear", "bias": False}
     assert not [node for node in program.nodes if "MatMulNBits" in node.op]
     (record,) = [record for record in program.metadata["rewrites"] if record["name"] == "make_block_quantized_layers"]
-    (said,) = record["declined"]
-    assert f"blocks of {block}" in said
-    assert "its weight is in float32 now" in said
+    (reason,) = record["declined"]
+    assert f"blocks of {block}" in reason
+    assert "its weight is in float32 now" in reason
 
 
-def test_a_bias_that_an_add_brings_goes_into_the_layer(tmp_path):
-    model, weight, _ = n_bits(64, 32, 4, "packed")
+def test_the_bias_of_an_add_goes_into_the_layer(tmp_path):
+    model, weight, _ = toy_with_matmul_nbits(64, 32, 4, "packed")
     toy.node(model, "narrow").output[0] = "raw"
     at = next(i for i, node in enumerate(model.graph.node) if "raw" in node.output) + 1
     offset = np.arange(ROWS, dtype=np.float32)
@@ -135,7 +139,7 @@ def test_a_bias_that_an_add_brings_goes_into_the_layer(tmp_path):
     model.graph.initializer.append(onnx.numpy_helper.from_array(offset, "w.offset"))
     found, program = converted(model, tmp_path)
     assert [layer["bias"] for layer in program.layers.values() if layer["kind"] == "QuantizedLinear"] == [True]
-    agrees(found, toy.expected(with_floats(weight, 64, offset), IDS))
+    assert_close(found, toy.expected(with_floats(weight, 64, offset), IDS))
 
 
 @settings(max_examples=60)
@@ -143,36 +147,34 @@ def test_a_bias_that_an_add_brings_goes_into_the_layer(tmp_path):
     st.integers(1, 300), st.sampled_from([16, 32, 64, 128, 256, 48, 96]), st.sampled_from([2, 4, 8]), st.integers(0, 9),
     st.sampled_from(["float32", "float16", "bfloat16"]),
 )  # fmt: skip
-def test_a_layers_arrays_stand_for_the_files_numbers(columns, block, bits, seed, dtype):
-    """Read back by mx.dequantize: each weight is (q - zero) · scale, and the columns added for a group's sake count
-    for nothing against zeros.
-    """
+def test_the_arrays_of_a_layer_hold_the_numbers_of_the_file(columns, block, bits, seed, dtype):
+    """mx.dequantize gives (q - zero) · scale for each weight; columns that fill the last group meet zeros of x."""
     draw = np.random.default_rng(seed)
     blocks = -(-columns // block)
     values = draw.integers(0, 2**bits, (3, columns)).astype(np.uint8)
     scales = draw.uniform(0.01, 0.1, (3, blocks)).astype(np.float16).astype(np.float32)
     zeros = draw.integers(0, 2**bits, (3, blocks)).astype(np.float32)
-    made = BlockQuantizedWeight(3, columns, block, bits, dtype, lambda: (values, scales, zeros))
-    arrays, options = build_layer_arrays(made)
+    weight = BlockQuantizedWeight(3, columns, block, bits, dtype, lambda: (values, scales, zeros))
+    arrays, options = build_layer_arrays(weight)
     index = np.arange(columns) // block
     wanted = (values - zeros[:, index]) * scales[:, index]
     read = {name: tensor.to_device() for name, tensor in arrays.items()}
     assert {name: tuple(array.shape) for name, array in read.items()} == {
         name: tensor.shape for name, tensor in arrays.items()
     }
-    if made.group_size is None:
+    if weight.group_size is None:
         assert read["weight"].dtype == getattr(mx, dtype)
-        held = read["weight"]
+        dequantized = read["weight"]
     else:
-        held = mx.dequantize(*(read[name] for name in ("weight", "scales", "biases")), **options)
+        dequantized = mx.dequantize(*(read[name] for name in ("weight", "scales", "biases")), **options)
         assert read["scales"].dtype == (mx.float16 if dtype == "float16" else mx.float32)
-    digits = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1e-2 if made.group_size is None else 1e-6}[dtype]
-    far = np.abs(np.array(held.astype(mx.float32))[:, :columns] - wanted)
-    assert far.max() <= digits * 2**bits * 0.1
-    assert made.group_size is None or (columns + made.padding_columns) % made.group_size == 0
+    digits = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1e-2 if weight.group_size is None else 1e-6}[dtype]
+    error = np.abs(np.array(dequantized.astype(mx.float32))[:, :columns] - wanted)
+    assert error.max() <= digits * 2**bits * 0.1
+    assert weight.group_size is None or (columns + weight.padding_columns) % weight.group_size == 0
 
 
-def test_packing_is_that_of_the_file():
+def test_unpacking_reverses_the_packing_of_a_file():
     draw = np.random.default_rng(0)
     for bits in (2, 4, 8):
         values = draw.integers(0, 2**bits, (3, 96)).astype(np.uint8)

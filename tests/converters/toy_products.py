@@ -1,4 +1,4 @@
-"""A toy decoder with one product in few bits between its embedding and its attention, for tests against onnxruntime."""
+"""A toy decoder with a quantised product between its embedding and its attention, for tests against onnxruntime."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ DOMAINS = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
 
 
 def with_product(nodes: list, arrays: dict[str, np.ndarray], columns: int, seed: int = 0) -> onnx.ModelProto:
-    """The toy, whose embedded tokens are spread over `columns`, multiplied back to the toy's 8 by `nodes`, which take
-    `wide` and give `narrow`, and added to the stream.
+    """The toy with a product after its embedding, added to the residual stream.
+
+    The embedded tokens are projected to `wide` [..., columns]; `nodes` read `wide` and give `narrow` [..., 8].
     """
     model = toy.decoder(opset=21)
     draw = np.random.default_rng(seed)
@@ -34,7 +35,7 @@ def with_product(nodes: list, arrays: dict[str, np.ndarray], columns: int, seed:
 
 
 def with_floats(weight: np.ndarray, columns: int, bias: np.ndarray | None = None, seed: int = 0) -> onnx.ModelProto:
-    """The same toy with the weight [columns, 8] in floats: what one in few bits means."""
+    """The same toy with the weight [columns, 8] in floats."""
     nodes = [helper.make_node("MatMul", ["wide", "down.weight"], ["narrow" if bias is None else "raw"])]
     arrays = {"down.weight": weight.astype(np.float32)}
     if bias is not None:

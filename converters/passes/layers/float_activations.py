@@ -13,7 +13,11 @@ from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement,
 from mlx_transmuter.converters.passes.layers.integer_weight import IntegerWeight
 from mlx_transmuter.converters.passes.layers.layer_paths import layer_path
 from mlx_transmuter.converters.passes.layers.quantized_blocks import BlockProduct, replace_with_quantized_linear
+from mlx_transmuter.ops import bind_inputs
 from mlx_transmuter.program import Node
+
+_DYNAMIC_QUANTIZE_MATMUL = "com.microsoft.DynamicQuantizeMatMul"
+_MATMUL_INTEGER_TO_FLOAT = "com.microsoft.MatMulIntegerToFloat"
 
 
 class _IntegerProduct(NamedTuple):
@@ -50,27 +54,27 @@ def drop_activation_quantization(graph: GraphView) -> Iterator[MatchOutcome]:
 
 def _match_integer_product(graph: GraphView, node: Node) -> _IntegerProduct | str | None:
     """The product of integers that the node computes, why it is left as it is, or None for another node."""
-    inputs = (*node.inputs, *[""] * 7)
     if is_op_type(node, "MatMulInteger"):
         return _match_matmul_integer(graph, node)
-    if is_op_type(node, "com.microsoft.DynamicQuantizeMatMul"):
-        x, values, scale, zero_point, bias = inputs[:5]
-        return _IntegerProduct(node, x, (values, scale, zero_point), bias)
-    if is_op_type(node, "com.microsoft.MatMulIntegerToFloat"):
-        integers, values, _, scale, _, zero_point, bias = inputs[:7]
-        x = _unquantized_input(graph, integers)
-        return _IntegerProduct(node, x, (values, scale, zero_point), bias) if x else "its input is not rounded floats"
-    return None
+    if not is_op_type(node, _DYNAMIC_QUANTIZE_MATMUL, _MATMUL_INTEGER_TO_FLOAT):
+        return None
+    inputs = bind_inputs(node)
+    x = inputs["a"] if is_op_type(node, _DYNAMIC_QUANTIZE_MATMUL) else _unquantized_input(graph, inputs["a"])
+    if not x:
+        return "its input is not rounded floats"
+    weight = (inputs["b"], inputs["b_scale"], inputs.get("b_zero_point", ""))
+    return _IntegerProduct(node, x, weight, inputs.get("bias", ""))
 
 
 def _match_matmul_integer(graph: GraphView, node: Node) -> _IntegerProduct | str:
     """Mul(Cast(MatMulInteger(x, W)), Mul(scale of x, scale of W)), as onnxruntime's dynamic quantisation writes it."""
-    x = _unquantized_input(graph, node.inputs[0])
+    inputs = bind_inputs(node)
+    x = _unquantized_input(graph, inputs["a"])
     cast = graph.only_consumer(node.outputs[0])
     scaled = graph.only_consumer(cast.outputs[0]) if cast is not None and is_op_type(cast, "Cast") else None
     if not x or cast is None or scaled is None or not is_op_type(scaled, "Mul"):
         return "it is not between a rounding of floats and the product with their scales"
-    quantize = graph.producer(node.inputs[0])
+    quantize = graph.producer(inputs["a"])
     assert quantize is not None
     x_scale = quantize.outputs[1] if is_op_type(quantize, "DynamicQuantizeLinear") else quantize.inputs[1]
     scales = graph.producer(next(name for name in scaled.inputs if name != cast.outputs[0]), "Mul")
@@ -78,16 +82,13 @@ def _match_matmul_integer(graph: GraphView, node: Node) -> _IntegerProduct | str
     if len(factors) != 2 or x_scale not in factors:
         return "the scale after it is not that of its input times that of its weight"
     factors.remove(x_scale)
-    zero_point = [*node.inputs, "", ""][3]
-    return _IntegerProduct(scaled, x, (node.inputs[1], factors[0], zero_point))
+    return _IntegerProduct(scaled, x, (inputs["b"], factors[0], inputs.get("b_zero_point", "")))
 
 
 def _unquantized_input(graph: GraphView, name: str) -> str:
     """The floats that the integers are rounded from, or ""."""
-    node = graph.producer(name)
-    if node is None or not (is_op_type(node, "DynamicQuantizeLinear") or is_op_type(node, "QuantizeLinear")):
-        return ""
-    return node.inputs[0]
+    node = graph.producer(name, "DynamicQuantizeLinear", "QuantizeLinear")
+    return node.inputs[0] if node is not None else ""
 
 
 def _replace_integer_product(graph: GraphView, node: Node, product: _IntegerProduct) -> MatchOutcome:

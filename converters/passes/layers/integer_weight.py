@@ -35,7 +35,7 @@ class IntegerWeight:
     ) -> IntegerWeight | None:
         """The weight of these names (values, scale, zero point or ""); None where one of them is no constant."""
         values = graph.weight(names[0])
-        scale, zero_point = (constant_values(graph, name) for name in names[1:])
+        scale, zero_point = (graph.values(name) for name in names[1:])
         if values is None or scale is None or (names[2] and zero_point is None):
             return None
         return IntegerWeight(values, scale, zero_point, axis, block_size)
@@ -101,9 +101,3 @@ class IntegerWeight:
             return numbers.take(indices // self.block_size, self.axis)
         rank = len(self.values.shape)
         return numbers.reshape([-1 if i == self.axis % rank else 1 for i in range(rank)])
-
-
-def constant_values(graph: GraphView, name: str) -> np.ndarray | None:
-    """The values of a weight or a constant, read now; None for another value."""
-    weight = graph.weight(name)
-    return weight.read() if weight is not None else graph.constant(name)

@@ -15,7 +15,6 @@ import numpy as np
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
 from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
 from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
-from mlx_transmuter.converters.passes.layers.integer_weight import constant_values
 from mlx_transmuter.converters.passes.layers.layer_paths import layer_path
 from mlx_transmuter.converters.passes.layers.linear import replace_with_tied_head
 from mlx_transmuter.converters.passes.layers.quantized_blocks import (
@@ -28,6 +27,7 @@ from mlx_transmuter.converters.passes.layers.quantized_blocks import (
     replace_with_quantized_linear,
     unpack_bits,
 )
+from mlx_transmuter.ops import bind_inputs
 from mlx_transmuter.ops.functional.block_quantization import AFFINE_GROUP_SIZES
 from mlx_transmuter.program import Node
 
@@ -75,42 +75,58 @@ def _strip_reshape(graph: GraphView, name: str) -> str:
 
 
 def _replace_matmul_nbits(graph: GraphView, node: Node) -> Iterator[MatchOutcome]:
-    x, values, scales, zeros, column_blocks, bias = (*node.inputs, *[""] * 5)[:6]
-    rows, columns = int(node.attrs["N"]), int(node.attrs["K"])
-    packed = _PackedBlocks(
-        values, scales, zeros, rows, columns, int(node.attrs["block_size"]), int(node.attrs.get("bits", 4))
-    )
-    blocks_of_columns = _read_column_blocks(graph, column_blocks, columns) if column_blocks else None
-    reason = _unsupported_reason(graph, packed, [bias] if bias else [])
-    if reason is None and node.attrs.get("weight_prepacked", 0):
-        reason = "it is packed for another machine"
-    elif reason is None and bias and graph.program.tensors[bias].shape != (rows,):
-        reason = "its bias is no weight of rank 1"
-    elif reason is None and column_blocks and blocks_of_columns is None:
-        reason = "the order of its columns is no constant"
+    inputs, blocks = bind_inputs(node), _matmul_nbits_weight(node)
+    reason = _unsupported_reason(graph, blocks) or _unsupported_product_reason(graph, node, blocks)
     if reason is not None:
         yield SkippedMatch(node, reason)
         return
-    weight, order = _read_packed_blocks(graph, packed), None
-    if blocks_of_columns is not None:
-        weight, order = _reorder_columns(weight, blocks_of_columns)
+    weight, order = _read_packed_blocks(graph, blocks), None
+    if "g_idx" in inputs:
+        column_blocks = _read_column_blocks(graph, inputs["g_idx"], blocks.columns)
+        assert column_blocks is not None
+        weight, order = _reorder_columns(weight, column_blocks)
     if weight.group_size is None:
-        reason = f"MLX has no groups for its blocks of {packed.block_size}{' in this order' if column_blocks else ''}"
+        in_order = " in this order" if "g_idx" in inputs else ""
+        reason = f"MLX has no groups for its blocks of {blocks.block_size}{in_order}"
         yield SkippedMatch(node, f"{reason}: its weight is in {weight.file_dtype} now")
     # A layer in floats has no scales, so it cannot stand where the file's are.
-    other_arrays = [*packed.scale_arrays, *(name for name in (column_blocks, bias) if name)]
-    path = layer_path(graph, values, *(other_arrays if weight.group_size else ()))
-    is_only_reader = len(graph.consumers(values)) == 1
+    other_arrays = [*blocks.scale_arrays, *(inputs[name] for name in ("g_idx", "bias") if name in inputs)]
+    path = layer_path(graph, blocks.values, *(other_arrays if weight.group_size else ()))
+    is_only_reader = len(graph.consumers(blocks.values)) == 1
+    product = BlockProduct(node, inputs["a"], weight, inputs.get("bias", ""), is_only_reader)
     if order is None:
-        yield replace_with_quantized_linear(graph, path, BlockProduct(node, x, weight, bias, is_only_reader))
-        return
-    ordered, order_name = f"{node.outputs[0]}.ordered", f"{path}_order"
-    linear = replace_with_quantized_linear(graph, path, BlockProduct(node, ordered, weight, bias, is_only_reader))
-    gather = Node("Gather-1", (x, order_name), (ordered,), {"axis": -1})
-    order_array = LazyTensor("int32", order.shape, lambda: order)
-    yield Replacement(
-        linear.root, (gather, *linear.nodes), layers=linear.layers, arrays=linear.arrays | {order_name: order_array}
-    )
+        yield replace_with_quantized_linear(graph, path, product)
+    else:
+        yield _with_reordered_input(graph, path, product, order)
+
+
+def _with_reordered_input(graph: GraphView, path: str, product: BlockProduct, order: np.ndarray) -> Replacement:
+    """The product as a layer that takes the columns of x in that order, int32 [columns]."""
+    ordered, order_name = f"{product.node.outputs[0]}.ordered", f"{path}_order"
+    linear = replace_with_quantized_linear(graph, path, product._replace(x=ordered))
+    gather = Node("Gather-1", (product.x, order_name), (ordered,), {"axis": -1})
+    arrays = linear.arrays | {order_name: LazyTensor("int32", order.shape, lambda: order)}
+    return replace(linear, nodes=(gather, *linear.nodes), arrays=arrays)
+
+
+def _matmul_nbits_weight(node: Node) -> _PackedBlocks:
+    inputs, bits = bind_inputs(node), int(node.attrs.get("bits", 4))
+    rows, columns, block_size = (int(node.attrs[name]) for name in ("N", "K", "block_size"))
+    values, scales, zeros = (inputs.get(name, "") for name in ("b", "scales", "zero_points"))
+    return _PackedBlocks(values, scales, zeros, rows, columns, block_size, bits)
+
+
+def _unsupported_product_reason(graph: GraphView, node: Node, blocks: _PackedBlocks) -> str | None:
+    """Why a MatMulNBits whose weight has a layer's form stays in the file's form, or None."""
+    inputs = bind_inputs(node)
+    if node.attrs.get("weight_prepacked", 0):
+        return "it is packed for another machine"
+    bias = graph.weight(inputs["bias"]) if "bias" in inputs else None
+    if "bias" in inputs and (bias is None or bias.shape != (blocks.rows,)):
+        return "its bias is no weight of rank 1"
+    if "g_idx" in inputs and _read_column_blocks(graph, inputs["g_idx"], blocks.columns) is None:
+        return "the order of its columns is no constant"
+    return None
 
 
 def _read_packed_blocks(graph: GraphView, packed: _PackedBlocks) -> BlockQuantizedWeight:
@@ -153,20 +169,20 @@ def _reorder_columns(
 
 def _read_column_blocks(graph: GraphView, name: str, columns: int) -> np.ndarray | None:
     """Each column's block, int64 [columns], or None where it is no constant."""
-    blocks = constant_values(graph, name)
+    blocks = graph.values(name)
     return None if blocks is None or blocks.size < columns else blocks.reshape(-1)[:columns].astype(np.int64)
 
 
 def _replace_gather_block_quantized(graph: GraphView, node: Node) -> MatchOutcome:
-    names = [_strip_reshape(graph, name) if name else "" for name in (node.inputs[0], *node.inputs[2:4])]
-    values, scales, zeros = (*names, "")[:3]
+    inputs = bind_inputs(node)
+    values, scales, zeros = (_strip_reshape(graph, inputs.get(name, "")) for name in ("data", "scales", "zero_points"))
     bits, block_size = int(node.attrs.get("bits", 4)), int(node.attrs.get("block_size", 128))
     table = graph.weight(values)
     if table is None or table.dtype != "uint8" or len(table.shape) < 2:
         return SkippedMatch(node, f"the table is {table.dtype if table else 'no weight'}; expected packed bytes")
     rows, columns = table.shape[0], table.size // table.shape[0] * 8 // bits
     packed = _PackedBlocks(values, scales, zeros, rows, columns, block_size, bits)
-    if reason := _unsupported_reason(graph, packed, []):
+    if reason := _unsupported_reason(graph, packed):
         return SkippedMatch(node, reason)
     if not any(block_size % size == 0 and columns % size == 0 for size in AFFINE_GROUP_SIZES):
         return SkippedMatch(
@@ -175,14 +191,14 @@ def _replace_gather_block_quantized(graph: GraphView, node: Node) -> MatchOutcom
     if node.attrs.get("gather_axis", 0) != 0 or node.attrs.get("quantize_axis", 1) % 2 != 1:
         return SkippedMatch(node, "it gathers or quantises along another axis")
     if graph.program.tensors[scales].size != rows * block_count(columns, block_size):
-        return SkippedMatch(node, "its table is not packed")
+        return SkippedMatch(node, "its scales are not as many as its blocks")
     path = layer_path(graph, values, *packed.scale_arrays)
-    return replace_with_quantized_embedding(node, node.inputs[1], path, _read_packed_blocks(graph, packed))
+    return replace_with_quantized_embedding(node, inputs["indices"], path, _read_packed_blocks(graph, packed))
 
 
-def _unsupported_reason(graph: GraphView, packed: _PackedBlocks, other_weights: list[str]) -> str | None:
+def _unsupported_reason(graph: GraphView, packed: _PackedBlocks) -> str | None:
     """Why the weight stays in the file's form, or None."""
     if packed.bits not in LAYER_BITS:
         return f"it has {packed.bits} bits; expected 2, 4 or 8"
-    names = [packed.values, packed.scales, *([packed.zeros] if packed.zeros else []), *other_weights]
-    return "its weight is no constant" if any(graph.weight(name) is None for name in names) else None
+    is_constant = all(graph.weight(name) is not None for name in (packed.values, *packed.scale_arrays))
+    return None if is_constant else "its weight is no constant"

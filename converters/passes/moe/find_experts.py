@@ -198,21 +198,22 @@ class _ExpertTracer:
             return True
         if not self.is_rowwise(node):
             return False
-        input_structure = []
         for i, value in enumerate(node.inputs):
             constant = self.graph.constant(value)
             if constant is not None:
                 if constant.size > 1 and (i == 0 or not is_op_type(node, *SLICING_OPS)):
                     return False
-                input_structure.append((constant.dtype.str, constant.tobytes()))
-            elif not value:
-                input_structure.append(None)
-            elif self.visit(value):
-                input_structure.append(self.value_numbers[value])
-            else:
+            elif value and not self.visit(value):
                 return False
-        self.add_step(node, input_structure)
+        self.add_step(node, [self.input_structure(value) for value in node.inputs])
         return True
+
+    def input_structure(self, value: str) -> Any:
+        """What is equal for a step's input in experts that compute the same: a constant, or the number of a value."""
+        constant = self.graph.constant(value)
+        if constant is not None:
+            return constant.dtype.str, constant.tobytes()
+        return self.value_numbers[value] if value else None
 
     def is_rowwise(self, node: Node) -> bool:
         """Whether each row of the result depends on one row of the inputs."""
