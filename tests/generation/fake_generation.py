@@ -6,26 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from fake_decoder import FakeDecoder
-from hypothesis import strategies as st
+from setting_strategies import VOCAB
 
 from mlx_transmuter import generation
-
-VOCAB = 16
-
-# Values of the processors' settings to draw from, for plain and for speculative decoding.
-PROCESSOR_SETTINGS = {
-    "repetition_penalty": st.sampled_from([0.5, 1.3]),
-    "no_repeat_ngram_size": st.integers(1, 3),
-    "encoder_no_repeat_ngram_size": st.integers(1, 3),
-    "encoder_repetition_penalty": st.sampled_from([0.6, 2.0]),
-    "bad_words_ids": st.just([[3], [4, 5], [6, 7, 8], [5, 5]]),
-    "sequence_bias": st.just([[[9], 2.5], [[9, 9], -6.0], [[3, 4], 5.0]]),
-    "min_length": st.integers(1, 9),
-    "min_new_tokens": st.integers(1, 9),
-    "forced_bos_token_id": st.just(7),
-    "forced_eos_token_id": st.sampled_from([1, 9]),
-    "begin_suppress_tokens": st.just([3, 5, 7, 9, 11]),
-}
 
 
 def fake_model(generation_config: dict | None = None, **config: Any) -> Any:

@@ -1,5 +1,4 @@
-"""The same language model as `fake_decoder`, as a model of Python transformers: the truth that generation is compared
-with.
+"""The language model of `fake_decoder` as a model of Python transformers: the truth that generation is compared with.
 
 Import it only after `pytest.importorskip("transformers")`.
 """
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from fake_decoder import logits_after
+from reference_loops import id_list
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -22,7 +22,7 @@ class FakeConfig(PretrainedConfig):
     model_type = "fake"
 
 
-class TorchFake(PreTrainedModel, GenerationMixin):
+class FakeTransformersModel(PreTrainedModel, GenerationMixin):
     """`logits_after` behind `generate` of transformers."""
 
     config_class = FakeConfig
@@ -39,10 +39,10 @@ class TorchFake(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
         return {"input_ids": input_ids}
 
-    def texts(self, prompt: list[int], **settings: Any) -> list[tuple[list[int], list[float], float | None]]:
-        """The new tokens without eos, their log-probabilities and the score, of each text of a prompt alone."""
+    def generate_results(self, prompt: list[int], **settings: Any) -> list[tuple[list[int], list[float], float | None]]:
+        """Returns the new tokens without eos, their log-probabilities and the score of each result of a prompt alone."""
         with _quiet():
-            found = self.generate(
+            output = self.generate(
                 torch.tensor([prompt]),
                 attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
                 use_cache=False,
@@ -51,16 +51,15 @@ class TorchFake(PreTrainedModel, GenerationMixin):
                 output_logits=True,
                 **settings,
             )
-            beams = getattr(found, "beam_indices", None)
-            logs = self.compute_transition_scores(found.sequences, found.scores, beams, normalize_logits=True)
-        eos = settings.get("eos_token_id")
-        eos = [] if eos is None else [eos] if isinstance(eos, int) else eos
-        scores = getattr(found, "sequences_scores", None)
-        texts = []
-        for row, sequence in enumerate(found.sequences[:, len(prompt) :].tolist()):
+            beams = getattr(output, "beam_indices", None)
+            logs = self.compute_transition_scores(output.sequences, output.scores, beams, normalize_logits=True)
+        eos = id_list(settings.get("eos_token_id"))
+        scores = getattr(output, "sequences_scores", None)
+        results = []
+        for row, sequence in enumerate(output.sequences[:, len(prompt) :].tolist()):
             end = next((place for place, token in enumerate(sequence) if token in eos), len(sequence))
-            texts.append((sequence[:end], logs[row, :end].tolist(), None if scores is None else float(scores[row])))
-        return texts
+            results.append((sequence[:end], logs[row, :end].tolist(), None if scores is None else float(scores[row])))
+        return results
 
 
 @contextlib.contextmanager

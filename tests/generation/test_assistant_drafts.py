@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_generation import VOCAB, compile_fake, fake_model, run_batch
+from fake_generation import compile_fake, fake_model, run_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from setting_strategies import VOCAB
 from test_speculative_decoding import EOS_TOKEN_IDS, OPTIONS, PROMPTS, SAMPLING, assert_same_texts
 
 from mlx_transmuter import generation
@@ -29,7 +30,7 @@ ASSISTANT_FAKES = [{}, {"salt": 1}, {"memory": 2}, {"max_positions": 9}]
     sure=st.sampled_from([0.0, 0.3, 0.9]),
     positions=st.sampled_from([None, None, 12]),
 )
-def test_texts_are_those_of_plain_decoding(prompts, options, sampling, assistant, most, sure, positions):
+def test_results_are_those_of_plain_decoding(prompts, options, sampling, assistant, most, sure, positions):
     options = {
         **options,
         **(sampling or {}),
@@ -48,7 +49,7 @@ def test_texts_are_those_of_plain_decoding(prompts, options, sampling, assistant
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"do_sample": True, "num_return_sequences": 2}])
 @pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}])
-def test_a_model_that_guesses_for_itself_is_always_right(options, more):
+def test_all_drafts_of_a_model_that_drafts_for_itself_are_accepted(options, more):
     """Under sampling too, for it draws with the model's own keys."""
     gen = compile_fake(
         2,
@@ -70,7 +71,7 @@ def test_a_model_that_guesses_for_itself_is_always_right(options, more):
     assert [seq for seq, _ in other.steps] == [4, 1, 1, 1] + [2, 1, 1, 1] * 3
 
 
-def test_what_was_wrong_is_dropped_and_not_read_again():
+def test_rejected_drafts_are_truncated_and_not_read_again():
     gen = compile_fake(
         1, assistant={"salt": 1}, num_assistant_tokens=3, assistant_confidence_threshold=0, max_new_tokens=12
     )
@@ -83,14 +84,14 @@ def test_what_was_wrong_is_dropped_and_not_read_again():
     assert read <= 5 + result.draft_counts.passes + kept + 2 * result.draft_counts.passes
 
 
-def test_an_assistant_that_is_not_sure_guesses_nothing():
+def test_an_assistant_below_its_confidence_threshold_drafts_nothing():
     gen = compile_fake(1, assistant={}, num_assistant_tokens=3, assistant_confidence_threshold=1.0, max_new_tokens=6)
     _, (result,) = run_batch(gen, [[3, 4]])
     assert (len(result.tokens), result.draft_counts) == (6, (5, 0, 0))
     assert gen.decoder.sessions[0].draft_sizes == [1] * 5
 
 
-def test_an_assistant_of_few_positions_guesses_as_far_as_they_go():
+def test_an_assistant_of_few_positions_drafts_as_far_as_they_go():
     gen = compile_fake(
         1, assistant={"max_positions": 8}, num_assistant_tokens=4, assistant_confidence_threshold=0, max_new_tokens=20
     )
@@ -118,7 +119,7 @@ def test_cancelling_while_the_assistant_reads_the_prompt():
     assert all(run.closed for run in (*gen.decoder.sessions, *gen.assistant.decoder.sessions))
 
 
-def test_an_error_on_the_way_gives_both_runs_back():
+def test_closing_the_steps_closes_both_sessions():
     gen = compile_fake(1, assistant={}, max_new_tokens=9)
     steps = generation.generate_steps(gen, [[3]], [0])
     next(steps), next(steps)
@@ -126,7 +127,7 @@ def test_an_error_on_the_way_gives_both_runs_back():
     assert all(run.closed for run in (*gen.decoder.sessions, *gen.assistant.decoder.sessions))
 
 
-def test_processors_of_a_task_see_only_texts():
+def test_custom_processors_see_only_sequences_of_prompt_and_drafts():
     """A processor's state is asked for once for each text that guesses make, the assistant's and the tree's."""
     seen = []
 
@@ -141,7 +142,7 @@ def test_processors_of_a_task_see_only_texts():
     assert all(generated[::-1] == texts[: len(generated)] for _, generated in seen)
 
 
-def test_what_cannot_guess_or_be_guessed_for_says_so():
+def test_unsupported_combinations_with_an_assistant_are_refused():
     with pytest.raises(GenerationError, match="num_beams"):
         compile_fake(1, assistant={}, num_beams=2)
     with pytest.raises(GenerationError, match="prompt_lookup_num_tokens"):

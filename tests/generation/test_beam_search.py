@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fake_decoder import logits_after
-from fake_generation import VOCAB, compile_fake, run_batch
+from fake_generation import compile_fake, run_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_loops import score_all_sequences
+from setting_strategies import VOCAB
 
 from mlx_transmuter.generation.beam_hypotheses import BeamHypotheses
 from mlx_transmuter.generation.logits.token_selection import BeamCandidates
@@ -29,7 +30,7 @@ def as_tuples(found) -> list[tuple[list[int], str, float]]:
         [{}, {"repetition_penalty": 1.4}, {"bad_words_ids": [[0, 1], [2, 2]]}, {"no_repeat_ngram_size": 2}]
     ),
 )
-def test_beams_as_wide_as_the_tree_find_the_best_of_all_texts(prompt, salt, penalty, extra):
+def test_a_search_with_as_many_beams_as_sequences_finds_the_best_one(prompt, salt, penalty, extra):
     options = {"max_new_tokens": 3, "eos_token_id": 2, "length_penalty": penalty, **extra}
     best = score_all_sequences(lambda tokens: logits_after(tokens, 3, salt), prompt, 3, **options)
     gen = compile_fake(1, fake={"vocab": 3, "salt": salt}, num_beams=9, early_stopping="never", **options)
@@ -43,7 +44,7 @@ def test_beams_as_wide_as_the_tree_find_the_best_of_all_texts(prompt, salt, pena
     assert found[2] == pytest.approx(scores[tuple(found[0])], abs=1e-4)
 
 
-def test_several_texts_come_the_best_first_and_are_different():
+def test_several_hypotheses_are_sorted_by_score_and_differ():
     gen = compile_fake(2, num_beams=4, num_return_sequences=3, max_new_tokens=6, eos_token_id=[0, 1])
     found = as_tuples(run_batch(gen, [[3, 4], [5]])[1])
     assert len(found) == 6
@@ -54,7 +55,7 @@ def test_several_texts_come_the_best_first_and_are_different():
 
 @pytest.mark.parametrize("early", [True, False, "never"])
 @pytest.mark.parametrize("by_length", [False, True])
-def test_prompts_of_different_lengths_are_the_same_alone(early, by_length):
+def test_a_ragged_batch_gives_each_prompt_what_it_gets_alone(early, by_length):
     prompts = [[3, 4, 5], [6], [], [7, 8, 9, 3, 3, 3, 4], [5]]
     options = {
         "num_beams": 3,
@@ -88,7 +89,7 @@ def test_a_stopped_prompt_pads_until_all_stop():
     assert all(counts[i] == counts[i + 1] for counts in counts for i in (0, 2))
 
 
-def test_a_text_ends_at_the_limit_or_at_an_eos():
+def test_a_hypothesis_ends_at_the_limit_or_at_an_eos():
     gen = compile_fake(1, num_beams=2, max_new_tokens=3)
     ((tokens, reason, _),) = as_tuples(run_batch(gen, [[3]])[1])
     assert (len(tokens), reason) == (3, "length")
@@ -98,7 +99,7 @@ def test_a_text_ends_at_the_limit_or_at_an_eos():
     assert reason == "stop"
 
 
-def test_a_text_that_stop_ends_keeps_its_last_token():
+def test_a_hypothesis_that_stop_ends_keeps_its_last_token():
     gen = compile_fake(1, num_beams=3, max_new_tokens=8)
     seen = []
 
@@ -111,7 +112,7 @@ def test_a_text_that_stop_ends_keeps_its_last_token():
     assert set(seen) == {1, 2, 3, 4}
 
 
-def test_steps_tell_the_tokens_of_the_texts():
+def test_steps_report_the_tokens_of_the_results():
     gen = compile_fake(3, num_beams=3, max_new_tokens=7, eos_token_id=[0, 1, 2, 3], token_logprobs=True)
     steps, found = run_batch(gen, [[3], [], [4, 5]])
     for text, result in enumerate(found):
@@ -157,7 +158,7 @@ def test_early_stopping_ends_a_prompt_that_could_improve(early, done):
     assert beams.is_done is done
 
 
-def test_a_longer_text_wins_by_its_length_penalty():
+def test_a_longer_hypothesis_wins_by_its_length_penalty():
     for penalty, winner in ((0.0, (0,)), (2.0, (1, 0))):
         beams = hypotheses_of_two_beams(early_stopping="never", length_penalty=penalty)
         beams.take_candidates(candidates(-1, -1.2, -4, -5, tokens=[0, 1, 2, 3]))
@@ -165,7 +166,7 @@ def test_a_longer_text_wins_by_its_length_penalty():
         assert beams.best_hypotheses()[0].tokens == winner
 
 
-def test_only_the_first_beams_candidates_become_texts():
+def test_only_the_first_num_beams_candidates_become_finished_hypotheses():
     beams = hypotheses_of_two_beams(eos_token_id=[0, 1])
     beams.take_candidates(candidates(-1, -2, -3, -4, -5, -6, tokens=[2, 3, 0, 1, 4, 5]))
     assert [text.is_complete for text in beams.finished_hypotheses] == [False, False]

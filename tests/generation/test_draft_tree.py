@@ -24,7 +24,7 @@ def paths(tree: DraftTree) -> set[tuple[int, ...]]:
 
 
 @given(st.lists(SHORT_SEQUENCES, max_size=4), st.integers(0, 40))
-def test_a_tree_holds_beginnings_of_the_continuations_each_once(continuations, most):
+def test_a_tree_has_each_prefix_of_the_continuations_once(continuations, most):
     tree = merge_continuations(9, continuations, most)
     beginnings = {tuple(tokens[:n]) for tokens in continuations for n in range(len(tokens) + 1)} | {()}
     assert paths(tree) <= beginnings
@@ -33,14 +33,14 @@ def test_a_tree_holds_beginnings_of_the_continuations_each_once(continuations, m
 
 
 @given(st.lists(SHORT_SEQUENCES, max_size=3), SHORT_SEQUENCES)
-def test_the_kept_path_is_the_longest_beginning_of_what_was_chosen(continuations, chosen):
+def test_the_accepted_path_is_the_longest_prefix_of_the_selected_tokens(continuations, chosen):
     tree = merge_continuations(9, continuations, 100)
     kept = [tree.tokens[node] for node in accepted_path(tree, chosen)[1:]]
     longest = max((path for path in paths(tree) if path == tuple(chosen[: len(path)])), key=len)
     assert tuple(kept) == longest
 
 
-def test_the_arrays_of_a_batch_say_each_tree():
+def test_the_arrays_of_a_batch_describe_each_tree():
     first, second = merge_continuations(7, [[1, 2], [1, 3], [4]], 9), DraftTree(8)
     tokens, parents, depths, sees = stack_trees({0: first, 2: second}, 3, 6)
     assert (tokens.dtype, sees.dtype, sees.shape) == (np.int32, bool, (3, 6, 6))
@@ -54,14 +54,14 @@ def test_the_arrays_of_a_batch_say_each_tree():
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 7, 20])
-def test_few_sizes_hold_all_trees(most):
+def test_few_padded_sizes_fit_all_trees(most):
     sizes = {padded_node_count(nodes, most) for nodes in range(1, most + 2)}
     assert all(padded_node_count(nodes, most) >= nodes for nodes in range(1, most + 2))
     assert max(sizes) == most + 1
     assert len(sizes) <= (most + 1).bit_length() + 1
 
 
-def test_numbers_of_guesses_add_up():
+def test_draft_counts_add_up():
     guesses = DraftCounts().with_pass(5, 2).with_pass(3, 3).with_pass(0, 0)
     assert guesses == (3, 8, 5)
     assert guesses.tokens_per_pass == pytest.approx(8 / 3)

@@ -23,7 +23,7 @@ def is_nan(bits: int) -> bool:
 
 
 @given(INT32)
-def test_a_float_is_the_one_that_struct_reads(bits):
+def test_a_float_equals_the_one_that_struct_reads(bits):
     value = from_bits(bits)
     assert type(value) is float
     if is_nan(bits):

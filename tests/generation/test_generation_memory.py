@@ -57,7 +57,7 @@ class MemoryWatch:
 
 @pytest.mark.usefixtures("compiling")
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2, "token_logprobs": True}, {"do_sample": True}])
-def test_the_peak_of_a_long_text_is_flat(loaded, options):
+def test_peak_memory_does_not_grow_with_new_tokens(loaded, options):
     gen = compile_model(loaded("llama"), max_new_tokens=500, **{"do_sample": False, **options})
     watch = MemoryWatch()
     for token, _ in enumerate(generation.generate_steps(gen, PROMPTS, [0, 0]), start=1):
@@ -66,7 +66,7 @@ def test_the_peak_of_a_long_text_is_flat(loaded, options):
 
 
 @pytest.mark.usefixtures("compiling")
-def test_the_peak_of_a_long_beam_search_is_flat(loaded):
+def test_peak_memory_does_not_grow_with_new_tokens_of_a_beam_search(loaded):
     watch = MemoryWatch()
 
     def state(row):

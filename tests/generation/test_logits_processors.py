@@ -5,44 +5,17 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from fake_generation import VOCAB, fake_model
+from fake_generation import fake_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_loops import process_scores, warp_scores
+from setting_strategies import EDGE_PROCESSOR_SETTINGS, EDGE_SAMPLING_SETTINGS, EOS, SMALL_TOKEN, VOCAB
 
 from mlx_transmuter.generation import GenerationError, context
 from mlx_transmuter.generation.logits.host_processor_inputs import HostProcessorInputs
 from mlx_transmuter.generation.logits.processor_state import ProcessorInputs
 from mlx_transmuter.generation.logits.token_selection import TokenSelection, row_random_keys
 
-TOKEN = st.integers(0, VOCAB - 1)
-SMALL_TOKEN = st.integers(0, 3)
-WORDS = st.lists(st.lists(SMALL_TOKEN, min_size=1, max_size=3), min_size=1, max_size=4, unique_by=tuple)
-EOS = st.one_of(TOKEN, st.lists(TOKEN, min_size=1, max_size=3, unique=True))
-
-# Each setting with values that reach its edges on prompts of a few tokens.
-SETTING_VALUES = {
-    "sequence_bias": st.lists(
-        st.tuples(st.lists(SMALL_TOKEN, min_size=1, max_size=3), st.floats(-9, 9, width=32)).map(list),
-        min_size=1,
-        max_size=4,
-        unique_by=lambda pair: tuple(pair[0]),
-    ),
-    "encoder_repetition_penalty": st.floats(0.5, 3, width=32),
-    "repetition_penalty": st.floats(0.25, 3, width=32),
-    "no_repeat_ngram_size": st.integers(1, 4),
-    "encoder_no_repeat_ngram_size": st.integers(1, 4),
-    "bad_words_ids": WORDS,
-    "min_length": st.integers(0, 9),
-    "min_new_tokens": st.integers(0, 6),
-    "forced_bos_token_id": TOKEN,
-    "forced_eos_token_id": EOS,
-    "remove_invalid_values": st.just(True),
-    "exponential_decay_length_penalty": st.tuples(st.integers(0, 4), st.floats(1.0, 1.75, width=32)),
-    "suppress_tokens": st.lists(st.integers(-1, VOCAB + 3), max_size=4),
-    "begin_suppress_tokens": st.lists(st.integers(-1, VOCAB + 3), max_size=4),
-    "renormalize_logits": st.just(True),
-}
 TEXT = st.tuples(st.lists(SMALL_TOKEN, min_size=1, max_size=5), st.lists(SMALL_TOKEN, max_size=5))
 
 
@@ -82,13 +55,13 @@ def cut_to_same_length(texts: list[tuple[list[int], list[int]]]) -> list[tuple[l
     return [(prompt, new[:shortest]) for prompt, new in texts]
 
 
-@pytest.mark.parametrize("name", SETTING_VALUES)
+@pytest.mark.parametrize("name", EDGE_PROCESSOR_SETTINGS)
 @settings(max_examples=60)
 @given(data=st.data(), texts=st.lists(TEXT, min_size=1, max_size=3), eos=EOS, seed=st.integers(0, 99))
 def test_a_processor_alone(name, data, texts, eos, seed):
     options = {
         "max_new_tokens": data.draw(st.integers(1, 6)),
-        name: data.draw(SETTING_VALUES[name]),
+        name: data.draw(EDGE_PROCESSOR_SETTINGS[name]),
         "eos_token_id": eos,
     }
     if "bad_words_ids" in options:
@@ -98,13 +71,13 @@ def test_a_processor_alone(name, data, texts, eos, seed):
 
 @settings(max_examples=150)
 @given(data=st.data(), texts=st.lists(TEXT, min_size=1, max_size=4), seed=st.integers(0, 99))
-def test_processors_together_in_their_order(data, texts, seed):
-    names = data.draw(st.lists(st.sampled_from(sorted(SETTING_VALUES)), min_size=2, max_size=6, unique=True))
-    options = {name: data.draw(SETTING_VALUES[name]) for name in names}
+def test_processors_apply_in_their_order(data, texts, seed):
+    names = data.draw(st.lists(st.sampled_from(sorted(EDGE_PROCESSOR_SETTINGS)), min_size=2, max_size=6, unique=True))
+    options = {name: data.draw(EDGE_PROCESSOR_SETTINGS[name]) for name in names}
     check_against_reference({**options, "max_new_tokens": 6, "eos_token_id": [15, 14]}, cut_to_same_length(texts), seed)
 
 
-def test_the_first_rows_of_the_prompts_alone_get_the_encoder_penalty():
+def test_only_the_first_row_of_each_prompt_gets_the_encoder_penalty():
     ctx = context(fake_model(), num_beams=2, encoder_repetition_penalty=2.0)
     selection = TokenSelection(ctx.settings, VOCAB)
     prompts = [[1, 2], [1, 2], [3], [3]]
@@ -113,7 +86,7 @@ def test_the_first_rows_of_the_prompts_alone_get_the_encoder_penalty():
     assert [np.flatnonzero(row).tolist() for row in changed] == [[1, 2], [], [3], []]
 
 
-def test_processors_of_a_task_come_after_the_settings_and_before_sampling():
+def test_custom_processors_apply_after_the_settings_and_before_sampling():
     seen = []
 
     def state(row):
@@ -132,7 +105,7 @@ def test_processors_of_a_task_come_after_the_settings_and_before_sampling():
     assert seen[-1]["generated"] == [7, 6]
 
 
-def test_a_task_sees_the_scores_that_the_settings_left():
+def test_a_custom_processor_gets_the_scores_after_the_settings():
     heard = []
 
     def process(logits, array):
@@ -151,22 +124,11 @@ def test_a_state_that_changes_its_shape_is_an_error():
         compiled_scores(options, [([3], [4])], random_scores(1, 0))
 
 
-SAMPLING_VALUES = {
-    "temperature": st.floats(0.25, 3, width=32),
-    "top_k": st.integers(0, VOCAB + 2),
-    "top_p": st.one_of(st.just(0.0), st.floats(0.125, 0.9375, width=32)),
-    "min_p": st.floats(0, 1, width=32),
-    "typical_p": st.floats(0.125, 0.9375, width=32),
-    "epsilon_cutoff": st.floats(0, 0.25, width=32),
-    "eta_cutoff": st.floats(0, 0.25, width=32),
-}
-
-
 @settings(max_examples=250)
 @given(data=st.data(), beams=st.sampled_from([1, 1, 2]), eos=EOS, seed=st.integers(0, 999))
-def test_settings_of_sampling(data, beams, eos, seed):
-    names = data.draw(st.lists(st.sampled_from(sorted(SAMPLING_VALUES)), min_size=1, max_size=4, unique=True))
-    options = {"do_sample": True, "top_k": 0, **{name: data.draw(SAMPLING_VALUES[name]) for name in names}}
+def test_sampling_settings(data, beams, eos, seed):
+    names = data.draw(st.lists(st.sampled_from(sorted(EDGE_SAMPLING_SETTINGS)), min_size=1, max_size=4, unique=True))
+    options = {"do_sample": True, "top_k": 0, **{name: data.draw(EDGE_SAMPLING_SETTINGS[name]) for name in names}}
     options |= {"num_beams": beams, "eos_token_id": eos}
     scores = random_scores(3, seed)
     found = compiled_scores(options, [([1], [])] * 3, scores)
@@ -186,7 +148,7 @@ def _near_a_threshold(scores: np.ndarray, options: dict) -> bool:
     }
     shifted = {
         tuple(np.isfinite(warp_scores(scores, keep, **{**options, name: options[name] * factor})))
-        for name in SAMPLING_VALUES.keys() & options.keys() - {"top_k"}
+        for name in EDGE_SAMPLING_SETTINGS.keys() & options.keys() - {"top_k"}
         if options[name]
         for factor in (1 - 1e-5, 1 + 1e-5)
     }

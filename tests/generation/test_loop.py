@@ -12,10 +12,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from fake_decoder import FakeDecoder, logits_after
-from fake_generation import PROCESSOR_SETTINGS, VOCAB, compile_fake, fake_model, generated_ids, run_batch
+from fake_generation import compile_fake, fake_model, generated_ids, run_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_loops import greedy
+from setting_strategies import PROCESSOR_SETTINGS, VOCAB
 
 from mlx_transmuter import generation
 from mlx_transmuter.generation import GenerationError, Token
@@ -52,7 +53,7 @@ def test_a_ragged_batch_gives_each_row_what_plain_loops_give_it(prompts, options
 
 
 @pytest.mark.parametrize("kernel", [False, True])
-def test_a_long_prompt_runs_in_steps_that_memory_allows(kernel, monkeypatch):
+def test_a_long_prompt_runs_in_chunks_of_the_default_step_size(kernel, monkeypatch):
     """As many as mlx_lm takes, and fewer on the CPU, where scores are held whole."""
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu) if kernel else mx.Device(mx.cpu))
     gen = compile_fake(1, max_new_tokens=1)
@@ -63,7 +64,7 @@ def test_a_long_prompt_runs_in_steps_that_memory_allows(kernel, monkeypatch):
 
 
 @pytest.mark.parametrize("fake", FAKES)
-def test_what_is_told_adds_up_to_the_texts(fake):
+def test_on_token_reports_exactly_the_tokens_of_the_results(fake):
     gen = compile_fake(5, fake=fake, max_new_tokens=7, eos_token_id=EOS, token_logprobs=True)
     told: list[list[tuple[int, float]]] = [[] for _ in PROMPTS]
     ended = [False] * len(PROMPTS)
@@ -87,14 +88,14 @@ def test_what_is_told_adds_up_to_the_texts(fake):
     assert any(len(row) == 7 for row in rows)
 
 
-def test_without_log_probabilities_none_are_told():
+def test_on_token_reports_log_probabilities_only_when_asked_for():
     events = []
     rows = generation.generate(compile_fake(1, max_new_tokens=3), [[3]], [0], on_token=events.append)
     assert [set(event) for event in events] == [{"token", "finished"}] * 3
     assert [token.logprob for token in rows[0]] == [None] * 3
 
 
-def test_the_steps_of_a_batch_are_the_parts_of_its_longest_prompt_and_a_token_each():
+def test_the_steps_of_a_batch_are_the_chunks_of_its_longest_prompt_and_one_per_token():
     gen = compile_fake(3, max_new_tokens=4)
     run_batch(gen, [[3] * 13, [4] * 9, []])
     (run,) = gen.decoder.sessions
@@ -103,7 +104,7 @@ def test_the_steps_of_a_batch_are_the_parts_of_its_longest_prompt_and_a_token_ea
     assert run.closed
 
 
-def test_a_finished_row_pads_and_the_others_go_on():
+def test_a_finished_row_is_padding_while_the_others_continue():
     gen = compile_fake(2, max_new_tokens=9, eos_token_id=[1, 2])
     _, (first, second) = run_batch(gen, [[3, 4], [7]])
     assert len(first.tokens) != len(second.tokens)
@@ -112,7 +113,7 @@ def test_a_finished_row_pads_and_the_others_go_on():
     assert [sum(counts) for _, counts in gen.decoder.sessions[0].steps[1:]] == [2] * short + [1] * (long - short)
 
 
-def test_groups_run_one_after_the_other_with_the_others_as_padding():
+def test_groups_run_one_after_another_with_the_other_rows_as_padding():
     gen = compile_fake(4, fake={"by_length": True}, max_new_tokens=3)
     steps, _ = run_batch(gen, [[3, 4], [5], [6, 7], []])
     first, second = gen.decoder.sessions
@@ -144,7 +145,7 @@ def test_running_ahead_wastes_at_most_one_step(options):
         assert len(fast.steps) == len(plain.steps)
 
 
-def test_a_step_ahead_is_on_its_way_before_the_token_is_told():
+def test_running_ahead_submits_a_step_before_the_token_is_reported():
     gen = compile_fake(1, fake={"runs_ahead": True}, max_new_tokens=4)
     steps = generation.generate_steps(gen, [[3]], [0])
     taken = [len(gen.decoder.sessions[0].steps) for _ in steps]
@@ -154,7 +155,7 @@ def test_a_step_ahead_is_on_its_way_before_the_token_is_told():
 @pytest.mark.parametrize(
     "options", [{"no_repeat_ngram_size": 2}, {"processors": [(lambda row: np.zeros(1), lambda x, y: x)]}]
 )
-def test_nothing_runs_ahead_where_the_host_must_see_the_token(options):
+def test_nothing_runs_ahead_where_the_host_reads_each_token(options):
     gen = compile_fake(1, fake={"runs_ahead": True}, max_new_tokens=4, **options)
     steps = generation.generate_steps(gen, [[3]], [0])
     assert [len(gen.decoder.sessions[0].steps) for _ in steps] == [1, 2, 3, 4]
@@ -162,7 +163,7 @@ def test_nothing_runs_ahead_where_the_host_must_see_the_token(options):
 
 
 @pytest.mark.parametrize("fake", [{}, {"runs_ahead": True}])
-def test_stop_ends_a_row_and_its_token_stays(fake):
+def test_stop_ends_a_row_after_its_last_token(fake):
     gen = compile_fake(2, fake=fake, max_new_tokens=8)
     heard = []
 
@@ -176,7 +177,7 @@ def test_stop_ends_a_row_and_its_token_stays(fake):
     assert heard == [[token.id for token in first.tokens][: n + 1] for n in range(3)]
 
 
-def test_stop_strings_need_someone_who_decodes():
+def test_stop_strings_need_a_stop_condition():
     gen = compile_fake(1, max_new_tokens=3, stop_strings="end")
     with pytest.raises(GenerationError, match="stop_strings"):
         generation.generate_steps(gen, [[3]], [0])
@@ -213,7 +214,7 @@ def test_a_cancelled_run_takes_no_more_of_the_prompt():
         assert gen.decoder.sessions[0].steps == []
 
 
-def test_closing_the_steps_gives_the_run_back():
+def test_closing_the_steps_closes_the_session():
     gen = compile_fake(1, fake={"runs_ahead": True}, max_new_tokens=500)
     steps = generation.generate_steps(gen, [[3]], [0])
     next(steps)
@@ -222,7 +223,7 @@ def test_closing_the_steps_gives_the_run_back():
     assert len(gen.decoder.sessions[0].steps) <= 2
 
 
-def test_an_error_on_the_way_gives_the_run_back():
+def test_an_error_of_the_caller_closes_the_session():
     def on_token(event):
         raise RuntimeError("a caller's own")
 
@@ -260,7 +261,7 @@ def test_logits_do_not_outlive_their_step():
     assert most <= 1
 
 
-def test_the_context_ends_at_the_last_position():
+def test_a_row_ends_at_the_last_position():
     """A token needs a position only to be read: the last one is told all the same."""
     gen = compile_fake(2, fake={"max_positions": 6}, max_new_tokens=50)
     _, (first, second) = run_batch(gen, [[3, 4, 5, 6], [3] * 6])
@@ -381,11 +382,13 @@ def test_a_model_of_embeddings_is_refused_by_name():
         ([[1, 2]], [0], {"position_ids": [[[0, 1.5]]]}, "position_ids"),
     ],
 )
-def test_what_is_no_whole_number_or_outside_is_refused_before_anything_runs(prompts, seeds, inputs, found):
+def test_values_that_are_no_whole_numbers_or_out_of_range_are_refused_before_anything_runs(
+    prompts, seeds, inputs, found
+):
     with pytest.raises(GenerationError, match=found):
         generation.generate(compile_fake(1), prompts, seeds, inputs)
 
 
-def test_processors_are_pairs():
+def test_processors_that_are_no_pairs_are_refused():
     with pytest.raises(GenerationError, match="pairs of functions"):
         compile_fake(1, processors=[1])

@@ -18,7 +18,7 @@ def banned_by_search(tokens: list[int], size: int) -> set[int]:
 
 
 @given(st.integers(2, 4), TOKENS, TOKENS)
-def test_a_growing_text_bans_what_a_search_of_it_finds(size, prompt, new):
+def test_the_index_of_a_growing_sequence_bans_what_a_search_finds(size, prompt, new):
     index, tokens = NgramBans(size, prompt), list(prompt)
     assert index.banned_ids(tokens) == banned_by_search(tokens, size)
     for token in new:
@@ -62,7 +62,7 @@ class CountingList(list):
         return found
 
 
-def test_a_long_text_costs_linear_work():
+def test_a_long_sequence_costs_linear_work():
     work = []
     for length in (1000, 4000):
         CountingList.read = 0

@@ -17,7 +17,7 @@ def test_a_prompt_of_45_runs_as_32_8_4_and_1():
 
 
 @given(st.integers(1, 5000), st.one_of(st.none(), st.integers(1, 600)))
-def test_parts_are_powers_of_two_that_fall_and_add_up(length, most):
+def test_chunks_are_descending_powers_of_two_that_add_up(length, most):
     parts = prefill_chunks(length, most)
     assert sum(parts) == length
     assert all(part & (part - 1) == 0 and part <= (most or length) for part in parts)

@@ -91,7 +91,7 @@ UNSUPPORTED_MODELS = {"deltanet_ort": "states", "lfm2": "states", "gpt2_reread":
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED_MODELS)
-def test_a_decoder_that_keeps_something_else_is_refused(name, loaded):
+def test_a_decoder_with_states_or_without_a_cache_is_refused(name, loaded):
     with pytest.raises(GenerationError, match=UNSUPPORTED_MODELS[name]):
         PromptCache(loaded(name))
 
@@ -102,14 +102,14 @@ def test_a_limit_that_is_no_number_is_refused(limits, loaded):
         PromptCache(loaded("llama"), **limits)
 
 
-def test_what_is_no_prompt_cache_is_refused(loaded):
+def test_a_value_that_is_no_prompt_cache_is_refused(loaded):
     gen = compile_model(loaded("llama"), 1, max_new_tokens=1)
     with pytest.raises(GenerationError, match=r"generation\.PromptCache"):
         generation.generate(gen, [[5]], [0], prompt_cache="cache.safetensors")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in UNSUPPORTED_MODELS])
-def test_prompts_and_answers_of_the_reference(name, loaded):
+def test_golden_prompts_with_an_empty_and_a_full_cache(name, loaded):
     """The golden tokens of each fixture, at first and when all of the prompts are in the cache."""
     rows, model = rows_of(name), loaded(name)
     cache = PromptCache(model)
@@ -126,7 +126,7 @@ MODES = [("llama", "append"), ("mistral", "append"), ("llama_genai", "in_place")
 
 @pytest.mark.parametrize("block", [1, 3])
 @pytest.mark.parametrize(("name", "mode"), MODES)
-def test_a_graph_as_it_is_shares_beginnings_too(name, mode, block, computed_counts):
+def test_a_graph_without_pools_shares_prefixes_too(name, mode, block, computed_counts):
     """Rows of one length with beginnings of several lengths kept: a grown cache takes the least of them."""
     model = Model(plain(name))
     gen = compile_model(model, 2, Decoder(model.decoder, 2, cache_mode=mode))
@@ -155,7 +155,7 @@ def test_a_graph_as_it_is_shares_beginnings_too(name, mode, block, computed_coun
     ids=str,
 )
 @pytest.mark.parametrize("block", [1, 3])
-def test_ragged_batches_of_all_kinds(options, block, loaded):
+def test_ragged_batches_under_all_kinds_of_settings(options, block, loaded):
     """Padding rows, rows that are in the cache wholly, in part and not at all."""
     model = loaded("llama")
     gen, one = compile_model(model, 4, **options), compile_model(model, 1, **options)
@@ -186,7 +186,7 @@ def test_rows_of_a_batch_share_one_copy(loaded):
 
 
 @pytest.mark.parametrize("block", [1, 4])
-def test_use_never_changes_what_is_kept(block, loaded):
+def test_runs_never_change_stored_slots(block, loaded):
     """Every bit of every kept slot, after runs that go on inside, at the end of, and beside it."""
     model = loaded("llama")
     cache = PromptCache(model, block=block)
@@ -211,7 +211,7 @@ def test_use_never_changes_what_is_kept(block, loaded):
 
 
 @pytest.mark.parametrize("block", [1, 4])
-def test_the_pools_stay_within_the_limit_and_the_least_recently_used_goes_first(block, loaded):
+def test_the_pools_stay_within_the_limit_and_evict_the_least_recently_used(block, loaded):
     model = loaded("llama")
     gen = compile_model(model)
     slot_bytes = PromptCache(model).kv_cache.slot_nbytes
@@ -229,7 +229,7 @@ def test_the_pools_stay_within_the_limit_and_the_least_recently_used_goes_first(
         assert cache.find([*second, 1]) < 12 // block * block
 
 
-def test_a_run_that_needs_more_than_the_limit_is_refused_and_the_cache_stays_good(loaded):
+def test_a_run_that_needs_more_than_the_limit_is_refused_and_the_cache_stays_usable(loaded):
     model = loaded("llama")
     gen = compile_model(model)
     cache = PromptCache(model, max_tokens=16)
@@ -242,7 +242,7 @@ def test_a_run_that_needs_more_than_the_limit_is_refused_and_the_cache_stays_goo
     )
 
 
-def test_a_run_given_up_keeps_what_it_computed(loaded):
+def test_a_closed_run_stores_what_it_computed(loaded):
     model = loaded("llama")
     cache = PromptCache(model)
     gen = compile_model(model, max_new_tokens=20)
@@ -255,7 +255,7 @@ def test_a_run_given_up_keeps_what_it_computed(loaded):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("where", ["_append_tokens", "evaluate", "compile_once", "put"])
-def test_a_run_that_failed_leaves_nothing_half_written(error, where, loaded, monkeypatch):
+def test_a_failed_run_leaves_nothing_half_written(error, where, loaded, monkeypatch):
     """Wherever an interrupt or a failure comes, later runs give what they give without a cache."""
     model = loaded("llama")
     cache, gen = PromptCache(model), compile_model(model)
@@ -283,7 +283,7 @@ def test_a_run_that_failed_leaves_nothing_half_written(error, where, loaded, mon
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_a_cache_that_could_not_grow_begins_anew(error, loaded, monkeypatch):
+def test_a_cache_that_could_not_grow_starts_empty(error, loaded, monkeypatch):
     gen, cache = compile_model(loaded("llama")), PromptCache(loaded("llama"))
     wanted = generation.generate(gen, [TEXT], [0])
     generation.generate(gen, [TEXT[:5]], [0], prompt_cache=cache)
@@ -320,7 +320,7 @@ def test_sizes_are_whole_numbers(option, loaded):
         compile_model(loaded("llama"), **option)
 
 
-def test_what_a_cache_is_not_for_is_refused(loaded):
+def test_unsupported_uses_of_a_cache_are_refused(loaded):
     model = loaded("llama")
     gen, cache = compile_model(model), PromptCache(model)
     with pytest.raises(GenerationError, match="another model"):
@@ -341,7 +341,7 @@ def test_what_a_cache_is_not_for_is_refused(loaded):
     assert (cache.tokens, cache.nbytes) == (0, 0)
 
 
-def test_guesses_need_no_more_room_than_their_number(loaded):
+def test_drafts_need_no_more_slots_than_their_number(loaded):
     """Two texts of 20 + 4 tokens with 3 guesses each."""
     model, prompts = loaded("llama"), [[5, 6, 7, 8] * 5, [9, 10] * 10]
     gen, guessing = compile_model(model, 2), compile_model(model, 2, prompt_lookup_num_tokens=3)
@@ -364,7 +364,7 @@ def test_guesses_need_no_more_room_than_their_number(loaded):
     guesses=st.sampled_from([{"prompt_lookup_num_tokens": n, "max_matching_ngram_size": 1} for n in (1, 3, 40)] + [{}]),
     sampling=st.sampled_from([{}, {"do_sample": True, "num_return_sequences": 2, "temperature": 0.5}]),
 )
-def test_guesses_in_blocks_of_several_tokens_and_no_slot_more(block, lengths, new, guesses, sampling, loaded):
+def test_drafts_in_blocks_of_several_tokens_need_no_further_slot(block, lengths, new, guesses, sampling, loaded):
     """Texts, what is kept of them, and that the pools need no more than the blocks of a text and those of its guesses."""
     model = loaded("llama")
     options = {"max_new_tokens": new, **sampling}
@@ -387,7 +387,7 @@ def test_guesses_in_blocks_of_several_tokens_and_no_slot_more(block, lengths, ne
 
 
 @pytest.mark.parametrize("cached", [None, 1, 4])
-def test_absurdly_many_guesses_take_no_more_room_than_a_text_has(cached, loaded, monkeypatch):
+def test_a_very_large_draft_limit_takes_no_more_slots_than_a_row_can_use(cached, loaded, monkeypatch):
     runs = []
     begin = Decoder.begin_session
     monkeypatch.setattr(Decoder, "begin_session", lambda *args, **more: runs.append(begin(*args, **more)) or runs[-1])
@@ -406,7 +406,7 @@ def test_decoders_of_states_or_without_a_cache_have_no_prompt_cache(name, found,
         PromptCache(loaded(name))
 
 
-def test_guesses_go_on_after_what_is_kept(loaded):
+def test_drafts_continue_after_a_stored_prefix(loaded):
     """Tokens guessed and checked several at once are kept as others are."""
     model, prompt = loaded("llama"), [5, 6, 7, 8] * 5
     cache, gen = PromptCache(model), compile_model(model)
@@ -425,7 +425,7 @@ CALLS = st.lists(
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls=CALLS, block=st.sampled_from([1, 2, 3]), limit=st.sampled_from([None, 26]), beams=st.sampled_from([1, 2]))
-def test_any_calls_one_after_another(calls, block, limit, beams, loaded):
+def test_any_sequence_of_calls(calls, block, limit, beams, loaded):
     """Few ids, so that prompts begin alike in all ways, and a limit at which kept blocks must go."""
     model = loaded("llama")
     gen = cached_gen(model, beams)

@@ -35,7 +35,7 @@ def saved_path(loaded, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "llama_fp16", "gemma2", "bloom", "gpt2_ort"])
 @pytest.mark.parametrize("block", [1, 3])
-def test_a_loaded_cache_is_the_saved_one(name, block, loaded, tmp_path):
+def test_a_loaded_cache_equals_the_saved_one(name, block, loaded, tmp_path):
     model, path = loaded(name), tmp_path / "a cache"
     cache = PromptCache(model, block=block)
     generate_texts(model, [TEXT[:21], [*TEXT[:12], 7, 8, 9]], cache)
@@ -55,12 +55,12 @@ def test_a_loaded_cache_is_the_saved_one(name, block, loaded, tmp_path):
         np.testing.assert_allclose([t.logprob for t in text], [t.logprob for t in other], rtol=0, atol=tolerance)
 
 
-def test_an_empty_cache_is_one_too(loaded, tmp_path):
+def test_an_empty_cache_can_be_saved_and_loaded(loaded, tmp_path):
     PromptCache(loaded("llama")).save(tmp_path / "cache")
     assert PromptCache.load(tmp_path / "cache", loaded("llama")).tokens == 0
 
 
-def test_the_file_is_what_it_says(saved_path, loaded):
+def test_the_file_has_the_documented_format(saved_path, loaded):
     """Any reader of safetensors finds the tokens, each block after the one before it, and a row per token and pool."""
     arrays, metadata = mx.load(str(saved_path), format="safetensors", return_metadata=True)
     assert (metadata["format"], metadata["version"], metadata["block"]) == ("mlx-transmuter prompt cache", "1", "2")
@@ -94,7 +94,7 @@ def test_another_model_is_refused(saved_path, loaded, converted, tmp_path):
         PromptCache.load(saved_path, other)
 
 
-def test_a_limit_below_what_the_file_holds_is_refused(saved_path, loaded):
+def test_a_limit_below_the_tokens_of_the_file_is_refused(saved_path, loaded):
     with pytest.raises(GenerationError, match="limit of 8"):
         PromptCache.load(saved_path, loaded("llama"), max_tokens=8)
 
@@ -195,7 +195,7 @@ def test_wrong_tokens_are_refused(name, change, match, saved_path, loaded):
         PromptCache.load(saved_path, loaded("llama"))
 
 
-def test_no_file_and_no_folder_are_said(loaded, tmp_path):
+def test_missing_files_and_folders_are_errors(loaded, tmp_path):
     with pytest.raises(GenerationError, match="No such file"):
         PromptCache.load(tmp_path / "none", loaded("llama"))
     with pytest.raises(GenerationError, match="a place to write to"):
@@ -204,7 +204,7 @@ def test_no_file_and_no_folder_are_said(loaded, tmp_path):
         PromptCache(loaded("llama")).save(tmp_path)
 
 
-def test_a_file_that_cannot_be_written_leaves_the_one_that_is_there(saved_path, loaded, monkeypatch):
+def test_a_failed_save_leaves_the_old_file(saved_path, loaded, monkeypatch):
     before = saved_path.read_bytes()
 
     def failing(path, *args, **more):

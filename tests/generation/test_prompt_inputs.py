@@ -14,7 +14,7 @@ from mlx_transmuter.program.signature import DecoderSignature
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma", "opt", "mistral_genai"])
-def test_one_step_over_padded_rows_gives_the_logits_of_each_text(name, loaded):
+def test_one_step_over_padded_rows_gives_the_logits_of_each_prompt(name, loaded):
     model, rows = loaded(name), golden(name)["rows"]
     length = max(len(row["prompt"]) for row in rows)
     tokens = np.zeros((len(rows), length), np.int32)

@@ -29,13 +29,13 @@ def continuations_by_scan(text: list[int], longest: int, most: int) -> list[list
 
 @settings(max_examples=200)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 4), st.integers(1, 6), st.integers(1, 8))
-def test_continuations_are_those_of_brute_force_as_the_text_grows(text, longest, most, step):
+def test_continuations_are_those_of_brute_force_as_the_sequence_grows(text, longest, most, step):
     index = NgramContinuations(longest)
     for length in range(1, len(text) + 1, step):
         assert index.continuations(text[:length], most) == continuations_by_scan(text[:length], longest, most)
 
 
-def test_prompt_lookup_guesses_no_eos_and_no_deeper_than_there_is_room():
+def test_prompt_lookup_drafts_no_eos_and_no_deeper_than_allowed():
     text = [1, 2, 3, 4, 5, 1, 2]
     row = Row(text, 10, StopRules(frozenset({4})))
     (tree,) = PromptLookupDrafter(2).propose({0: row}, {0: 5}, {0: 9}).values()

@@ -9,7 +9,7 @@ from mlx_transmuter.generation import GenerationError
 from mlx_transmuter.generation.prompt_positions import PromptPositions
 
 
-def test_positions_go_on_from_the_largest_of_the_prompt():
+def test_positions_continue_from_the_largest_of_the_prompt():
     """As the rope delta of Qwen2-VL: index + largest + 1 - length, on all axes."""
     image = [[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]]
     positions = PromptPositions([image, []], [[9] * 6, [9] * 2])

@@ -6,8 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from fake_decoder import logits_after
-from fake_generation import VOCAB, compile_fake, fake_model, generated_ids, run_batch
+from fake_generation import compile_fake, fake_model, generated_ids, run_batch
 from reference_loops import log_softmax, process_scores, softmax
+from setting_strategies import VOCAB
 
 from mlx_transmuter import generation
 from mlx_transmuter.generation.logits.host_processor_inputs import HostProcessorInputs
@@ -52,7 +53,7 @@ def test_sampled_tokens_have_the_frequencies_of_the_processed_scores(options):
     assert chi_square(counts, masses) < CHI_SQUARE[int((masses > 0).sum()) - 1]
 
 
-def test_the_draws_of_one_row_follow_each_other_as_of_other_seeds():
+def test_the_draws_of_one_seed_are_as_independent_as_those_of_many():
     """The sequence of one seed has the frequencies of many seeds, and neighbours are independent."""
     logits = np.log(np.array([0.5, 0.3, 0.2], np.float32))
     ctx = generation.context(fake_model(), do_sample=True, top_k=0)
@@ -88,7 +89,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch():
     assert together != generated_ids(5, prompts, [seed + 1 for seed in seeds], **options)
 
 
-def test_several_texts_of_a_prompt_differ_and_are_the_same_alone():
+def test_several_sequences_of_a_prompt_differ_and_are_the_same_alone():
     options = {"do_sample": True, "temperature": 3.0, "max_new_tokens": 8, "num_return_sequences": 3}
     together = generated_ids(2, [[1, 2], [3]], [5, 6], **options)
     assert len({tuple(text) for text in together}) == 6
@@ -167,7 +168,7 @@ def test_compiled_and_uncompiled_give_the_same(compiling, options):
         np.testing.assert_allclose([t.logprob for t in one.tokens], [t.logprob for t in other.tokens], atol=1e-5)
 
 
-def test_the_choice_is_traced_once_per_shape(compiling):
+def test_the_selection_is_traced_once_per_shape(compiling):
     traced = []
 
     def process(logits, array):

@@ -36,7 +36,7 @@ def test_the_defaults_are_those_of_transformers():
         assert getattr(ours, name) == getattr(config, name), name
 
 
-def test_options_go_before_the_generation_config_and_none_switches_off():
+def test_options_override_the_generation_config_and_none_switches_off():
     config = {"repetition_penalty": 1.2, "min_length": 5, "eos_token_id": [4, 5]}
     assert resolve_settings(config, {}).repetition_penalty == 1.2
     assert resolve_settings(config, {"repetition_penalty": 1.5}).repetition_penalty == 1.5
@@ -46,7 +46,7 @@ def test_options_go_before_the_generation_config_and_none_switches_off():
     assert resolve_settings({"do_sample": True}, {}).top_k == 50
 
 
-def test_the_beams_of_the_generation_config_count_unless_asked_otherwise():
+def test_num_beams_of_the_generation_config_counts_unless_given():
     assert generation.context(fake_model({"num_beams": 4})).settings.num_beams == 4
     assert generation.context(fake_model({"num_beams": 4}), num_beams=1).settings.num_beams == 1
 
@@ -71,7 +71,7 @@ def test_an_unknown_option_lists_the_near_names(name, near):
     assert name in str(error.value)
 
 
-def test_unknown_names_of_a_generation_config_are_left_alone():
+def test_unknown_names_of_a_generation_config_are_ignored():
     whisper = {
         "alignment_heads": [[2, 2]],
         "lang_to_id": {"<|en|>": 50259},
@@ -203,7 +203,7 @@ def test_a_value_out_of_range_is_an_error_that_names_it(name, value):
 
 
 @pytest.mark.parametrize(("name", "value"), INVALID_SAMPLING_VALUES)
-def test_settings_of_sampling_are_checked_and_used_only_when_it_samples(name, value):
+def test_sampling_settings_are_checked_and_used_only_under_do_sample(name, value):
     with pytest.raises(GenerationError, match=f"setting {name}"):
         resolve_settings({name: value}, {"do_sample": True})
     assert resolve_settings({name: value}, {}) == resolve_settings({}, {})
@@ -219,7 +219,7 @@ def test_settings_of_sampling_are_checked_and_used_only_when_it_samples(name, va
         {"prompt_lookup_num_tokens": 3, "num_beams": 2},
     ],
 )
-def test_settings_that_cannot_go_together_are_an_error(options):
+def test_contradicting_settings_are_an_error(options):
     with pytest.raises(GenerationError):
         resolve_settings({}, options)
 
@@ -234,7 +234,7 @@ def test_settings_that_cannot_go_together_are_an_error(options):
         {"sequence_bias": {(3, 4): 1.5}},
     ],
 )
-def test_what_transformers_takes_is_taken(options):
+def test_values_that_transformers_accepts_are_accepted(options):
     generation.compile(generation.context(fake_model(), **options), 1, decoder=_VocabOnlyDecoder())
 
 
@@ -278,7 +278,7 @@ def test_max_new_tokens_follows_the_rule_of_the_pipelines(config, options, promp
     assert max_new_tokens(config, options, prompt) == expected
 
 
-def test_an_error_has_its_parts():
+def test_an_error_has_its_fields():
     with pytest.raises(GenerationError) as error:
         resolve_settings({}, {"num_beam_groups": 2})
     assert error.value.where == "setting num_beam_groups"

@@ -81,7 +81,7 @@ def describe_difference(
 @pytest.mark.usefixtures("compiling")
 @pytest.mark.parametrize("part", ["alone", "together"])
 @pytest.mark.parametrize("name", SWEEPS)
-def test_texts_are_those_of_transformers(name, part, loaded, monkeypatch):
+def test_results_are_those_of_transformers(name, part, loaded, monkeypatch):
     data, decoders, failures = golden(name), DecoderCache(loaded(name)), []
     for place, case in enumerate(data[part]):
         for some in batch_slices(place):

@@ -10,9 +10,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from fake_generation import PROCESSOR_SETTINGS, VOCAB, compile_fake, run_batch
+from fake_generation import compile_fake, run_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from setting_strategies import PROCESSOR_SETTINGS, VOCAB
 
 from mlx_transmuter import generation
 from mlx_transmuter.generation import GenerationError, GenerationResult
@@ -84,7 +85,7 @@ PROMPTS = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=9), min_size=1, 
     seed=st.integers(0, 99),
     positions=st.sampled_from([None, None, 12]),
 )
-def test_whatever_is_guessed_texts_are_those_of_plain_decoding(prompts, options, sampling, most, seed, positions):
+def test_results_are_those_of_plain_decoding_whatever_is_drafted(prompts, options, sampling, most, seed, positions):
     options = {
         **options,
         **(sampling or {}),
@@ -111,7 +112,7 @@ def test_whatever_is_guessed_texts_are_those_of_plain_decoding(prompts, options,
     most=st.sampled_from([1, 3, 8]),
     size=st.integers(1, 3),
 )
-def test_prompt_lookup_gives_the_texts_of_plain_decoding(prompts, options, sampling, most, size):
+def test_prompt_lookup_gives_the_results_of_plain_decoding(prompts, options, sampling, most, size):
     options = {
         **options,
         **(sampling or {}),
@@ -126,7 +127,7 @@ def test_prompt_lookup_gives_the_texts_of_plain_decoding(prompts, options, sampl
     assert_same_texts(found, plain)
 
 
-def test_a_text_that_repeats_itself_takes_few_passes_of_few_shapes_and_one_evaluation_each():
+def test_a_repetitive_row_takes_few_passes_of_few_shapes_and_one_evaluation_each():
     options = {"max_new_tokens": 60, "fake": {"memory": 1}, "prompt_lookup_num_tokens": 7, "token_logprobs": True}
     gen = compile_fake(2, **options)
     chosen = []
@@ -154,7 +155,7 @@ def test_a_text_that_repeats_itself_takes_few_passes_of_few_shapes_and_one_evalu
 
 
 @pytest.mark.usefixtures("compiling")
-def test_the_choice_along_a_tree_is_compiled_once_per_shape(monkeypatch):
+def test_the_selection_along_a_tree_is_compiled_once_per_shape(monkeypatch):
     traced = []
     walk = DraftSelection._select_along_tree
 
@@ -171,7 +172,7 @@ def test_the_choice_along_a_tree_is_compiled_once_per_shape(monkeypatch):
     assert len(set(traced)) == len(traced) <= 10
 
 
-def test_the_schedule_says_how_many_are_guessed(monkeypatch):
+def test_the_schedule_sets_the_number_of_draft_tokens(monkeypatch):
     asked: dict[str, list[int]] = {}
 
     class Wrong(OracleDrafter):
@@ -199,7 +200,7 @@ def test_the_schedule_says_how_many_are_guessed(monkeypatch):
     assert asked["heuristic"][:7] == [4, 4, 4, 3, 2, 4, 4]
 
 
-def test_steps_are_told_in_order_and_one_token_at_a_time():
+def test_steps_are_reported_in_order_and_one_token_at_a_time():
     options = {"max_new_tokens": 30, "eos_token_id": EOS_TOKEN_IDS, "token_logprobs": True, "fake": SHORT_CONTEXT}
     prompts = [[3, 4, 5], [6], [], [7, 7]]
     told: list[list[tuple[int, float]]] = [[] for _ in prompts]
@@ -224,7 +225,7 @@ def test_steps_are_told_in_order_and_one_token_at_a_time():
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 5, 8, 13])
-def test_a_stop_in_the_middle_of_a_kept_path_ends_the_row_there(at):
+def test_a_stop_inside_an_accepted_path_ends_the_row_there(at):
     heard = []
 
     def stop(tokens):
@@ -238,7 +239,7 @@ def test_a_stop_in_the_middle_of_a_kept_path_ends_the_row_there(at):
     assert heard == list(range(1, at + 1))
 
 
-def test_cancelling_ends_the_run_after_the_token_at_hand():
+def test_cancelling_ends_the_run_after_the_current_token():
     cancel = threading.Event()
     gen = compile_fake(1, fake={"memory": 1}, max_new_tokens=50, prompt_lookup_num_tokens=8)
     steps = generation.generate_steps(gen, [[3]], [0], cancel_event=cancel)
@@ -254,7 +255,7 @@ def test_cancelling_ends_the_run_after_the_token_at_hand():
     assert run_batch(gen, [[3]], cancel_event=cancel)[1][0].tokens == []
 
 
-def test_groups_of_one_length_guess_too():
+def test_groups_of_equal_length_use_drafts_too():
     options = {"max_new_tokens": 12, "fake": {"by_length": True, **SHORT_CONTEXT}}
     prompts = [[3, 4], [5], [6, 7], []]
     assert_same_texts(
@@ -263,7 +264,7 @@ def test_groups_of_one_length_guess_too():
     )
 
 
-def test_what_cannot_guess_says_so():
+def test_unsupported_combinations_with_prompt_lookup_are_refused():
     with pytest.raises(GenerationError, match="num_beams"):
         compile_fake(1, num_beams=2, prompt_lookup_num_tokens=4)
     with pytest.raises(GenerationError, match="prompt_lookup_num_tokens"):
@@ -273,5 +274,5 @@ def test_what_cannot_guess_says_so():
         generation.generate_steps(gen, [[3, 4]], [0], {"position_ids": [[[0, 4]]]})
 
 
-def test_without_guesses_there_are_no_numbers_of_them():
+def test_plain_decoding_has_no_draft_counts():
     assert run_batch(compile_fake(1, max_new_tokens=3), [[3]])[1][0].draft_counts is None

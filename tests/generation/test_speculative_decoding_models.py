@@ -11,6 +11,7 @@ import pytest
 from decoding import plain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from setting_strategies import MODEL_PROCESSOR_SETTINGS, MODEL_SAMPLING_SETTINGS
 
 from mlx_transmuter import generation
 from mlx_transmuter.generation import GenerationError
@@ -33,16 +34,6 @@ ARCHITECTURES = [
 PROMPTS = [[70, 71, 72, 73, 70, 71, 72], [80, 81, 82, 83] * 4, [], [90]]
 SEEDS = [3, 4, 5, 6]
 LOGPROB = 2e-4  # the same sums in another order
-
-OPTIONS = {
-    "repetition_penalty": st.sampled_from([0.8, 1.2]),
-    "no_repeat_ngram_size": st.integers(2, 4),
-    "min_new_tokens": st.integers(1, 9),
-    "bad_words_ids": st.just([[70], [80, 81]]),
-    "forced_eos_token_id": st.just(5),
-    "suppress_tokens": st.just([71, 72]),
-}
-SAMPLING = {"temperature": st.sampled_from([0.05, 0.6]), "top_k": st.sampled_from([0, 4]), "top_p": st.just(0.9)}
 
 
 class PoisonedDecoders:
@@ -86,11 +77,11 @@ def assert_same_texts(found: list[generation.GenerationResult], plain: list[gene
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @settings(max_examples=5, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    options=st.fixed_dictionaries({}, optional=OPTIONS),
-    sampling=st.none() | st.fixed_dictionaries({"do_sample": st.just(True)}, optional=SAMPLING),
+    options=st.fixed_dictionaries({}, optional=MODEL_PROCESSOR_SETTINGS),
+    sampling=st.none() | st.fixed_dictionaries({"do_sample": st.just(True)}, optional=MODEL_SAMPLING_SETTINGS),
     most=st.sampled_from([2, 5]),
 )
-def test_texts_are_those_of_plain_decoding(name, loaded, options, sampling, most):
+def test_results_are_those_of_plain_decoding(name, loaded, options, sampling, most):
     options = {**options, **(sampling or {}), "max_new_tokens": 16}
     looking = {"prompt_lookup_num_tokens": most, "max_matching_ngram_size": 2}
     assert_same_texts(generate(name, loaded, **looking, **options), generate(name, loaded, **options))
@@ -99,12 +90,12 @@ def test_texts_are_those_of_plain_decoding(name, loaded, options, sampling, most
 @pytest.mark.parametrize(("name", "assistant"), [("llama", "mistral"), ("mistral", "llama_q4"), ("gemma2", "gemma2")])
 @settings(max_examples=4, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    options=st.fixed_dictionaries({}, optional=OPTIONS),
-    sampling=st.none() | st.fixed_dictionaries({"do_sample": st.just(True)}, optional=SAMPLING),
+    options=st.fixed_dictionaries({}, optional=MODEL_PROCESSOR_SETTINGS),
+    sampling=st.none() | st.fixed_dictionaries({"do_sample": st.just(True)}, optional=MODEL_SAMPLING_SETTINGS),
     most=st.sampled_from([2, 5]),
     sure=st.sampled_from([0.0, 0.2]),
 )
-def test_texts_with_an_assistant_are_those_of_plain_decoding(name, assistant, loaded, options, sampling, most, sure):
+def test_results_with_an_assistant_are_those_of_plain_decoding(name, assistant, loaded, options, sampling, most, sure):
     options = {**options, **(sampling or {}), "max_new_tokens": 16}
     guessing = {"num_assistant_tokens": most, "assistant_confidence_threshold": sure}
     assert_same_texts(generate(name, loaded, assistant, **guessing, **options), generate(name, loaded, **options))
@@ -112,7 +103,7 @@ def test_texts_with_an_assistant_are_those_of_plain_decoding(name, assistant, lo
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "bloom", "gpt2"])
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.5}])
-def test_a_model_that_guesses_for_itself_is_right(name, loaded, sampling):
+def test_all_drafts_of_a_model_that_drafts_for_itself_are_accepted(name, loaded, sampling):
     guessing = {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.0}
     found = generate(name, loaded, name, max_new_tokens=20, eos_token_id=None, **guessing, **sampling)
     for result in found:
@@ -121,7 +112,7 @@ def test_a_model_that_guesses_for_itself_is_right(name, loaded, sampling):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_some_guesses_are_kept(name, loaded):
+def test_some_drafts_are_accepted(name, loaded):
     """Tokens pushed up make texts that repeat themselves, so that long paths are kept: past the windows too."""
     bias = [[[70 + place, 71 + place], 60.0] for place in range(20)] + [[[90, 70], 60.0]]
     options = {"max_new_tokens": 40, "sequence_bias": bias, "eos_token_id": None}
@@ -130,20 +121,20 @@ def test_some_guesses_are_kept(name, loaded):
     assert sum(result.draft_counts.accepted for result in found if result.draft_counts) > 20
 
 
-def test_a_graph_that_takes_one_token_at_a_time_says_so(loaded):
+def test_a_graph_without_pools_refuses_drafts(loaded):
     ctx = generation.context(replace(loaded("llama"), decoder=plain("llama")), prompt_lookup_num_tokens=3)
     with pytest.raises(GenerationError, match="prompt_lookup_num_tokens"):
         generation.compile(ctx, 1)
 
 
-def test_an_assistant_of_other_words_is_refused(loaded):
+def test_an_assistant_of_another_tokenizer_is_refused(loaded):
     with pytest.raises(GenerationError, match="assistant_model: found a tokenizer of which"):
         generation.context(loaded("llama"), assistant_model=loaded("mistral"))
     generation.context(loaded("llama"), assistant_model=loaded("llama_q4"))
 
 
 @pytest.mark.usefixtures("compiling")
-def test_prompts_of_other_lengths_share_the_steps(loaded, monkeypatch):
+def test_prompts_of_different_lengths_share_compiled_steps(loaded, monkeypatch):
     ctx = generation.context(loaded("llama"), max_new_tokens=30, prompt_lookup_num_tokens=3, eos_token_id=None)
     gen = generation.compile(ctx, 1)
     traced = []
@@ -158,7 +149,7 @@ def test_prompts_of_other_lengths_share_the_steps(loaded, monkeypatch):
 
 
 @pytest.mark.usefixtures("compiling")
-def test_a_batch_that_guesses_holds_no_more_and_compiles_few_shapes(loaded):
+def test_speculative_decoding_uses_no_more_memory_and_compiles_few_shapes(loaded):
     model = loaded("llama")
     decoder = Decoder(model.decoder, 4, max_positions=1024)
     ctx = generation.context(model, max_new_tokens=120, prompt_lookup_num_tokens=7, eos_token_id=None)
@@ -172,7 +163,7 @@ def test_a_batch_that_guesses_holds_no_more_and_compiles_few_shapes(loaded):
     assert held[2][1] <= held[1][1] + 2**16
 
 
-def test_float16_keeps_what_plain_decoding_chooses_but_for_ties(loaded):
+def test_float16_differs_from_plain_decoding_only_at_ties(loaded):
     """Half precision rounds sums of another order otherwise: a text may part from plain decoding's where two tokens are
     within rounding of each other, and nowhere else."""
     options = {"max_new_tokens": 20, "eos_token_id": None}

@@ -13,7 +13,7 @@ from mlx_transmuter.generation.logits.top_k_indices import top_k_indices
 
 
 @given(st.data(), st.integers(1, 3), st.integers(1, 700), st.sampled_from([2, 9, 10**6]))
-def test_they_are_those_of_a_sort(data, rows, size, values):
+def test_the_indices_are_those_of_a_sort(data, rows, size, values):
     """Of few different values many are equal, and some of the rest are removed."""
     count = data.draw(st.integers(1, size))
     draw = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -35,7 +35,7 @@ def test_nothing_of_the_size_of_a_vocabulary_is_partitioned(size, count, monkeyp
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_log_probabilities_at_places_have_the_bits_of_all_of_them(width):
+def test_log_softmax_at_indices_has_the_bits_of_log_softmax(width):
     draw = np.random.default_rng(width)
     scores = mx.array(draw.normal(size=(6, 97)).astype(np.float32) * 9)
     places = mx.array(draw.integers(0, 97 * width, (6 // width, 5)).astype(np.int32))
