@@ -1,7 +1,7 @@
 """A language model that is a pure function of each row's tokens, behind the interface of the decoder.
 
 The logits after a prefix come from a hash of the whole prefix, so a token read from the wrong row, a lost fork, a
-padding token taken for a real one or a wrong order of steps changes the text at once.
+padding token taken for a real one or a wrong order of steps changes the tokens at once.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def _logits(prefix: tuple[int, ...], vocab: int, salt: int) -> np.ndarray:
 
 
 def logits_after(prefix: Sequence[int], vocab: int, salt: int = 0) -> np.ndarray:
-    """float32 [vocab]: the logits of the token after prefix."""
+    """Returns float32 [vocab]: the logits of the token after prefix."""
     return _logits(tuple(int(token) for token in prefix), vocab, salt)
 
 
 class FakeDecoder:
-    """What generation sees of a decoder, over `logits_after`.
+    """The interface of a decoder that generation uses, over `logits_after`.
 
     With `by_length`, rows of different lengths share no run, as in a grown cache. `salts` gives each row its own
     language, for checks of inputs that belong to rows. With `memory`, only the last tokens of a prefix count, so that texts
@@ -56,7 +56,7 @@ class FakeDecoder:
         self.sessions: list[FakeSession] = []
 
     def next_logits(self, tokens: Sequence[int]) -> np.ndarray:
-        """float32 [vocab]: the logits after a row's tokens."""
+        """Returns float32 [vocab]: the logits after a row's tokens."""
         return logits_after(tokens[-self.context_length :], self.vocab_size, self.salt)
 
     def group_rows(self, lengths: list[int]) -> list[list[int]]:
@@ -102,7 +102,7 @@ class FakeSession:
         logits = np.full((len(counts), self.decoder.vocab_size), np.nan, np.float32)
         for row, count in enumerate(counts):
             self.tokens[row] += tokens[row, :count].tolist()
-            assert len(self.tokens[row]) <= self.max_lengths[row], "more tokens than the row was said to hold"
+            assert len(self.tokens[row]) <= self.max_lengths[row], "more tokens than the max_lengths of the row"
             if count:
                 logits[row] = self.decoder.next_logits(self.tokens[row])
         return mx.array(logits).astype(self.decoder.dtype)

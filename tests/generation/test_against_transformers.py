@@ -1,4 +1,4 @@
-"""Generation and the plain loops against transformers itself, over the same fake model. Needs the `fixtures` extra."""
+"""Generation and the reference loops against transformers itself, over the same fake model. Needs the `fixtures` extra."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def transformers_model():
 
 
 def draw_settings(rng: random.Random, beams: bool) -> dict | None:
-    """Settings drawn together; None for a draw that leaves the choice to chance."""
+    """Returns settings drawn at random; None for a combination under which the next token is arbitrary."""
     options = {
         name: rng.choice(TRANSFORMERS_PROCESSOR_SETTINGS[name])
         for name in rng.sample(sorted(TRANSFORMERS_PROCESSOR_SETTINGS), rng.choice([1, 2, 3, 4]))

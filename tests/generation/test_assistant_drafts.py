@@ -1,4 +1,5 @@
-"""An assistant model: whatever it guesses, texts are those of plain decoding; one that is the model is always right."""
+"""An assistant model: results are those of plain decoding whatever it drafts; all drafts of the model itself are
+accepted."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from fake_generation import compile_fake, fake_model, run_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from setting_strategies import VOCAB
-from test_speculative_decoding import EOS_TOKEN_IDS, OPTIONS, PROMPTS, SAMPLING, assert_same_texts
+from test_speculative_decoding import EOS_TOKEN_IDS, OPTIONS, PROMPTS, SAMPLING, assert_same_results
 
 from mlx_transmuter import generation
 from mlx_transmuter.generation import GenerationError
 
-# The model itself, another one, one that forgets, and one of few positions.
+# The model itself, another one, one of a short context, and one of few positions.
 ASSISTANT_FAKES = [{}, {"salt": 1}, {"memory": 2}, {"max_positions": 9}]
 
 
@@ -26,11 +27,13 @@ ASSISTANT_FAKES = [{}, {"salt": 1}, {"memory": 2}, {"max_positions": 9}]
     options=st.fixed_dictionaries({}, optional=OPTIONS),
     sampling=st.none() | st.fixed_dictionaries({"do_sample": st.just(True)}, optional=SAMPLING),
     assistant=st.sampled_from(ASSISTANT_FAKES),
-    most=st.sampled_from([1, 3, 6]),
-    sure=st.sampled_from([0.0, 0.3, 0.9]),
+    max_draft_tokens=st.sampled_from([1, 3, 6]),
+    threshold=st.sampled_from([0.0, 0.3, 0.9]),
     positions=st.sampled_from([None, None, 12]),
 )
-def test_results_are_those_of_plain_decoding(prompts, options, sampling, assistant, most, sure, positions):
+def test_results_are_those_of_plain_decoding(
+    prompts, options, sampling, assistant, max_draft_tokens, threshold, positions
+):
     options = {
         **options,
         **(sampling or {}),
@@ -40,17 +43,17 @@ def test_results_are_those_of_plain_decoding(prompts, options, sampling, assista
     }
     fake, seeds = {"max_positions": positions}, list(range(len(prompts)))
     _, plain = run_batch(compile_fake(len(prompts), fake=fake, **options), prompts, seeds)
-    guessing = {"num_assistant_tokens": most, "assistant_confidence_threshold": sure}
-    gen = compile_fake(len(prompts), fake=fake, assistant=assistant, **guessing, **options)
+    drafting = {"num_assistant_tokens": max_draft_tokens, "assistant_confidence_threshold": threshold}
+    gen = compile_fake(len(prompts), fake=fake, assistant=assistant, **drafting, **options)
     _, found = run_batch(gen, prompts, seeds)
-    assert_same_texts(found, plain)
+    assert_same_results(found, plain)
     assert all(run.closed for run in gen.assistant.decoder.sessions)
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"do_sample": True, "num_return_sequences": 2}])
 @pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}])
 def test_all_drafts_of_a_model_that_drafts_for_itself_are_accepted(options, more):
-    """Under sampling too, for it draws with the model's own keys."""
+    """Under sampling too: it draws with the model's own keys."""
     gen = compile_fake(
         2,
         assistant={},
@@ -66,8 +69,8 @@ def test_all_drafts_of_a_model_that_drafts_for_itself_are_accepted(options, more
         assert result.draft_counts == (4, 16, 16)
     (own,), (other,) = gen.decoder.sessions, gen.assistant.decoder.sessions
     assert own.draft_sizes == [5] * 4
-    # The prompt and its first token, then in each pass what it lacks (the last guess and the token after it); and three
-    # of four guesses.
+    # The prompt and its first token, then in each pass what it lacks (the last draft token and the token after it); and
+    # three of four draft tokens.
     assert [seq for seq, _ in other.steps] == [4, 1, 1, 1] + [2, 1, 1, 1] * 3
 
 
@@ -78,10 +81,10 @@ def test_rejected_drafts_are_truncated_and_not_read_again():
     _, (result,) = run_batch(gen, [[3, 4, 5, 6, 7]])
     (run,) = gen.assistant.decoder.sessions
     assert result.draft_counts.accepted < 3
-    kept = result.draft_counts.accepted
+    accepted = result.draft_counts.accepted
     read = sum(count for _, (count,) in run.steps)
-    # Each pass reads one token of the text, and its guesses but the last.
-    assert read <= 5 + result.draft_counts.passes + kept + 2 * result.draft_counts.passes
+    # Each pass reads one token of the row, and its draft tokens but the last.
+    assert read <= 5 + result.draft_counts.passes + accepted + 2 * result.draft_counts.passes
 
 
 def test_an_assistant_below_its_confidence_threshold_drafts_nothing():
@@ -128,18 +131,18 @@ def test_closing_the_steps_closes_both_sessions():
 
 
 def test_custom_processors_see_only_sequences_of_prompt_and_drafts():
-    """A processor's state is asked for once for each text that guesses make, the assistant's and the tree's."""
-    seen = []
+    """A processor's state is computed once for each sequence with drafts, the assistant's and the tree's."""
+    states = []
 
     def state(row):
-        seen.append((row["prompt"], row["generated"]))
+        states.append((row["prompt"], row["generated"]))
         return np.zeros(1)
 
     gen = compile_fake(1, assistant={}, num_assistant_tokens=2, max_new_tokens=7, processors=[(state, lambda x, _: x)])
     _, (result,) = run_batch(gen, [[3, 4]])
-    texts = [token.id for token in result.tokens]
-    assert all(prompt == [3, 4] for prompt, _ in seen)
-    assert all(generated[::-1] == texts[: len(generated)] for _, generated in seen)
+    new_tokens = [token.id for token in result.tokens]
+    assert all(prompt == [3, 4] for prompt, _ in states)
+    assert all(generated[::-1] == new_tokens[: len(generated)] for _, generated in states)
 
 
 def test_unsupported_combinations_with_an_assistant_are_refused():

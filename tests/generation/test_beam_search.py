@@ -1,4 +1,4 @@
-"""Beam search: against every text there is, its rows and forks, and several prompts at once."""
+"""Beam search: against every possible sequence, its rows and forks, and several prompts at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_search_with_as_many_beams_as_sequences_finds_the_best_one(prompt, sal
     gen = compile_fake(1, fake={"vocab": 3, "salt": salt}, num_beams=9, early_stopping="never", **options)
     (found,) = as_tuples(run_batch(gen, [prompt])[1])
     score, text = best[0]
-    # With a penalty of at most 0 the rule of `_check_early_stop_heuristic` may stop before the best text.
+    # With a penalty of at most 0 the rule of `_check_early_stop_heuristic` may stop before the best sequence.
     if penalty > 0:
         assert found[0] == [token for token in text if token != 2]
         assert found[2] == pytest.approx(score, abs=1e-4)
@@ -65,9 +65,9 @@ def test_a_ragged_batch_gives_each_prompt_what_it_gets_alone(early, by_length):
         "token_logprobs": True,
     }
     options |= {"no_repeat_ngram_size": 2, "repetition_penalty": 1.2}
-    together = run_batch(compile_fake(5, fake={"by_length": by_length}, **options), prompts)[1]
-    alone = [run_batch(compile_fake(1, **options), [prompt])[1][0] for prompt in prompts]
-    assert together == alone
+    batched = run_batch(compile_fake(5, fake={"by_length": by_length}, **options), prompts)[1]
+    single = [run_batch(compile_fake(1, **options), [prompt])[1][0] for prompt in prompts]
+    assert batched == single
 
 
 def test_a_prompt_runs_once_and_its_beams_fork_without_copies():
@@ -101,30 +101,30 @@ def test_a_hypothesis_ends_at_the_limit_or_at_an_eos():
 
 def test_a_hypothesis_that_stop_ends_keeps_its_last_token():
     gen = compile_fake(1, num_beams=3, max_new_tokens=8)
-    seen = []
+    lengths = []
 
     def stop(tokens):
-        seen.append(len(tokens))
+        lengths.append(len(tokens))
         return len(tokens) == 4
 
     ((tokens, reason, _),) = as_tuples(run_batch(gen, [[3]], stop=[stop])[1])
     assert (len(tokens), reason) == (4, "stop")
-    assert set(seen) == {1, 2, 3, 4}
+    assert set(lengths) == {1, 2, 3, 4}
 
 
 def test_steps_report_the_tokens_of_the_results():
     gen = compile_fake(3, num_beams=3, max_new_tokens=7, eos_token_id=[0, 1, 2, 3], token_logprobs=True)
     steps, found = run_batch(gen, [[3], [], [4, 5]])
     for text, result in enumerate(found):
-        told = [(int(step.token[text]), float(step.logprob[text])) for step in steps if step.token[text] >= 0]
-        assert [token for token, _ in told] == [token.id for token in result.tokens]
-        np.testing.assert_allclose([logprob for _, logprob in told], [t.logprob for t in result.tokens], rtol=1e-6)
+        reported = [(int(step.token[text]), float(step.logprob[text])) for step in steps if step.token[text] >= 0]
+        assert [token for token, _ in reported] == [token.id for token in result.tokens]
+        np.testing.assert_allclose([logprob for _, logprob in reported], [t.logprob for t in result.tokens], rtol=1e-6)
     assert steps[-1].finished.all()
     assert all(step.finished[1] for step in steps)
 
 
 def test_a_removed_token_has_the_smallest_score_and_no_score_goes_below_it():
-    """Fewer tokens than beams are left: the search goes on with removed ones, and its sums stay finite."""
+    """With fewer tokens left than beams, the search continues with removed ones, and its sums stay finite."""
     everything = [token for token in range(VOCAB) if token != 5]
     gen = compile_fake(1, num_beams=4, num_return_sequences=4, max_new_tokens=5, suppress_tokens=everything)
     found = as_tuples(run_batch(gen, [[3]])[1])
@@ -143,7 +143,7 @@ def hypotheses_of_two_beams(**options) -> BeamHypotheses:
 
 @pytest.mark.parametrize(("early", "done"), [(True, True), (False, True), ("never", False)])
 def test_the_stop_rule_of_a_prompt(early, done):
-    """Texts of -1 and -1.5 end at once. The best beam has -4: no better now, but -0.44 by token if it got to 9
+    """Hypotheses of -1 and -1.5 end at once. The best beam has -4: no better now, but -0.44 per token if it reached 9
     tokens."""
     beams = hypotheses_of_two_beams(early_stopping=early)
     beams.take_candidates(candidates(-1, -1.5, -4, -5, tokens=[0, 0, 1, 2]))

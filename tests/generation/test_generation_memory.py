@@ -1,4 +1,4 @@
-"""What a long run of a real decoder holds: nothing that grows with the tokens, and running ahead that changes no
+"""The memory of a long run of a real decoder, which does not grow with the tokens, and running ahead, which changes no
 token."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def compile_model(model, ahead: bool = False, **options) -> generation.CompiledG
     return generation.compile(ctx, 2, decoder=decoder)
 
 
-# Watched every 10 tokens. What stays between steps may not grow: logits that stayed would be 3,072 bytes per token. The
+# Measured every 10 tokens. Memory between steps may not grow: leaked logits would be 3,072 bytes per token. The
 # peaks are compared over the last tokens, where the context that a step attends over keeps its size; how many of a
 # step's buffers are alive at once differs from step to step by a few of 2**18 bytes, as MLX runs them.
 WATCHED_COUNTS = range(270, 500, 10)
@@ -37,7 +37,7 @@ assert context_bucket(len(PROMPTS[0]) + PEAKS_AFTER) == context_bucket(len(PROMP
 
 
 class MemoryWatch:
-    """What MLX held between steps and at its peaks, by the number of tokens."""
+    """MLX's active and peak memory between steps, by the number of tokens."""
 
     def __init__(self):
         self.held: dict[int, int] = {}
@@ -48,10 +48,10 @@ class MemoryWatch:
             self.held[count], self.peaks[count] = mx.get_active_memory(), mx.get_peak_memory()
             mx.reset_peak_memory()
 
-    def check_flat(self) -> None:
+    def check_no_growth(self) -> None:
         assert list(self.held) == list(WATCHED_COUNTS)
-        held, peaks = list(self.held.values()), [peak for count, peak in self.peaks.items() if count > PEAKS_AFTER]
-        assert min(held[-5:]) <= min(held[:5]) + SLACK
+        active, peaks = list(self.held.values()), [peak for count, peak in self.peaks.items() if count > PEAKS_AFTER]
+        assert min(active[-5:]) <= min(active[:5]) + SLACK
         assert min(peaks[-2:]) <= min(peaks[:2]) + PEAK_SLACK
 
 
@@ -70,7 +70,7 @@ def test_peak_memory_does_not_grow_with_new_tokens_of_a_beam_search(loaded):
     watch = MemoryWatch()
 
     def state(row):
-        # Called for each beam before each token, for a search tells its steps at its end.
+        # Called for each beam before each token: a search yields its steps at its end.
         watch.token(len(row["generated"]))
         return 0.0
 

@@ -1,4 +1,4 @@
-"""Every processor against the plain loops, for random rows of a ragged batch and at the lengths where it ends."""
+"""Every processor against the reference loops, for random rows of a ragged batch and at the lengths where it ends."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ from mlx_transmuter.generation.logits.host_processor_inputs import HostProcessor
 from mlx_transmuter.generation.logits.processor_state import ProcessorInputs
 from mlx_transmuter.generation.logits.token_selection import TokenSelection, row_random_keys
 
-TEXT = st.tuples(st.lists(SMALL_TOKEN, min_size=1, max_size=5), st.lists(SMALL_TOKEN, max_size=5))
+SEQUENCE = st.tuples(st.lists(SMALL_TOKEN, min_size=1, max_size=5), st.lists(SMALL_TOKEN, max_size=5))
 
 
 def random_scores(rows: int, seed: int) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal((rows, VOCAB)) * 3).astype(np.float32)
 
 
-def compiled_scores(options: dict, texts: list[tuple[list[int], list[int]]], scores: np.ndarray) -> np.ndarray:
-    """The processed scores of each text, a prompt and its new tokens, after steps that gave it these tokens."""
+def compiled_scores(options: dict, sequences: list[tuple[list[int], list[int]]], scores: np.ndarray) -> np.ndarray:
+    """Returns the processed scores of each sequence, a prompt and its new tokens, after steps with these tokens."""
     ctx = context(fake_model(), **options)
     selection = TokenSelection(ctx.settings, VOCAB, ctx.processors)
-    prompts = [prompt for prompt, _ in texts]
+    prompts = [prompt for prompt, _ in sequences]
     ends = [len(prompt) + ctx.new_token_limit(len(prompt)) for prompt in prompts]
-    keys = row_random_keys([0] * len(texts), 1) if ctx.settings.do_sample else []
+    keys = row_random_keys([0] * len(sequences), 1) if ctx.settings.do_sample else []
     state, fixed = selection.initial_state(ProcessorInputs(prompts, prompts, ends, keys))
     host = HostProcessorInputs(selection, prompts, prompts)
-    rows = mx.arange(len(texts), dtype=mx.int32)
-    (length,) = {len(new) for _, new in texts}
-    given_now = host.arrays_for(prompts)
+    rows = mx.arange(len(sequences), dtype=mx.int32)
+    (length,) = {len(new) for _, new in sequences}
+    host_arrays = host.arrays_for(prompts)
     for at in range(length):
-        state = selection.fork_state(state, rows, mx.array([new[at] for _, new in texts], dtype=mx.int32))
-        given_now = host.arrays_for([prompt + new[: at + 1] for prompt, new in texts])
-    return np.array(selection.process_scores(mx.array(scores), state, fixed | given_now))
+        state = selection.fork_state(state, rows, mx.array([new[at] for _, new in sequences], dtype=mx.int32))
+        host_arrays = host.arrays_for([prompt + new[: at + 1] for prompt, new in sequences])
+    return np.array(selection.process_scores(mx.array(scores), state, fixed | host_arrays))
 
 
-def check_against_reference(options: dict, texts: list[tuple[list[int], list[int]]], seed: int) -> None:
-    scores = random_scores(len(texts), seed)
-    found = compiled_scores(options, texts, scores)
-    for row, (prompt, new) in enumerate(texts):
+def check_against_reference(options: dict, sequences: list[tuple[list[int], list[int]]], seed: int) -> None:
+    scores = random_scores(len(sequences), seed)
+    found = compiled_scores(options, sequences, scores)
+    for row, (prompt, new) in enumerate(sequences):
         with np.errstate(invalid="ignore", over="ignore"):
             expected = process_scores(scores[row], prompt, new, **options)
         np.testing.assert_allclose(found[row], expected, rtol=2e-5, atol=2e-5, err_msg=f"row {row}: {prompt} {new}")
 
 
-def cut_to_same_length(texts: list[tuple[list[int], list[int]]]) -> list[tuple[list[int], list[int]]]:
-    shortest = min(len(new) for _, new in texts)
-    return [(prompt, new[:shortest]) for prompt, new in texts]
+def cut_to_same_length(sequences: list[tuple[list[int], list[int]]]) -> list[tuple[list[int], list[int]]]:
+    shortest = min(len(new) for _, new in sequences)
+    return [(prompt, new[:shortest]) for prompt, new in sequences]
 
 
 @pytest.mark.parametrize("name", EDGE_PROCESSOR_SETTINGS)
 @settings(max_examples=60)
-@given(data=st.data(), texts=st.lists(TEXT, min_size=1, max_size=3), eos=EOS, seed=st.integers(0, 99))
-def test_a_processor_alone(name, data, texts, eos, seed):
+@given(data=st.data(), sequences=st.lists(SEQUENCE, min_size=1, max_size=3), eos=EOS, seed=st.integers(0, 99))
+def test_a_processor_alone(name, data, sequences, eos, seed):
     options = {
         "max_new_tokens": data.draw(st.integers(1, 6)),
         name: data.draw(EDGE_PROCESSOR_SETTINGS[name]),
@@ -66,15 +66,17 @@ def test_a_processor_alone(name, data, texts, eos, seed):
     }
     if "bad_words_ids" in options:
         options["eos_token_id"] = 15
-    check_against_reference(options, cut_to_same_length(texts), seed)
+    check_against_reference(options, cut_to_same_length(sequences), seed)
 
 
 @settings(max_examples=150)
-@given(data=st.data(), texts=st.lists(TEXT, min_size=1, max_size=4), seed=st.integers(0, 99))
-def test_processors_apply_in_their_order(data, texts, seed):
+@given(data=st.data(), sequences=st.lists(SEQUENCE, min_size=1, max_size=4), seed=st.integers(0, 99))
+def test_processors_apply_in_their_order(data, sequences, seed):
     names = data.draw(st.lists(st.sampled_from(sorted(EDGE_PROCESSOR_SETTINGS)), min_size=2, max_size=6, unique=True))
     options = {name: data.draw(EDGE_PROCESSOR_SETTINGS[name]) for name in names}
-    check_against_reference({**options, "max_new_tokens": 6, "eos_token_id": [15, 14]}, cut_to_same_length(texts), seed)
+    check_against_reference(
+        {**options, "max_new_tokens": 6, "eos_token_id": [15, 14]}, cut_to_same_length(sequences), seed
+    )
 
 
 def test_only_the_first_row_of_each_prompt_gets_the_encoder_penalty():
@@ -87,35 +89,35 @@ def test_only_the_first_row_of_each_prompt_gets_the_encoder_penalty():
 
 
 def test_custom_processors_apply_after_the_settings_and_before_sampling():
-    seen = []
+    views = []
 
     def state(row):
-        seen.append(row)
+        views.append(row)
         return np.full(VOCAB, len(row["generated"]), np.float64)
 
     def process(logits, array):
-        # It sees the penalty of the setting before it, and what it raises is what top_k keeps.
+        # It gets the scores after the penalty, and top_k leaves the token that it raises.
         return mx.where(mx.arange(VOCAB) == 5, logits[3] * 0 + 50 + array[0], logits)
 
     options = {"repetition_penalty": 2.0, "do_sample": True, "top_k": 1, "max_new_tokens": 9}
     found = compiled_scores({**options, "processors": [(state, process)]}, [([3, 4], [6, 7])], random_scores(1, 0))
     assert np.flatnonzero(np.isfinite(found[0])).tolist() == [5]
     assert found[0][5] == 52
-    assert seen[0] == {"prompt": [3, 4], "generated": [], "vocab": VOCAB}
-    assert seen[-1]["generated"] == [7, 6]
+    assert views[0] == {"prompt": [3, 4], "generated": [], "vocab": VOCAB}
+    assert views[-1]["generated"] == [7, 6]
 
 
 def test_a_custom_processor_gets_the_scores_after_the_settings():
-    heard = []
+    processed = []
 
     def process(logits, array):
-        heard.append(np.array(logits))
+        processed.append(np.array(logits))
         return logits
 
     scores = random_scores(1, 1)
     options = {"suppress_tokens": [2], "repetition_penalty": 1.5, "max_new_tokens": 5}
     compiled_scores({**options, "processors": [(lambda row: np.zeros(1), process)]}, [([3, 4], [])], scores)
-    np.testing.assert_allclose(heard[-1], process_scores(scores[0], [3, 4], [], **options), rtol=1e-6)
+    np.testing.assert_allclose(processed[-1], process_scores(scores[0], [3, 4], [], **options), rtol=1e-6)
 
 
 def test_a_state_that_changes_its_shape_is_an_error():
@@ -140,9 +142,9 @@ def test_sampling_settings(data, beams, eos, seed):
 
 
 def _near_a_threshold(scores: np.ndarray, options: dict) -> bool:
-    """Whether another float32 sum could keep other tokens: what is kept changes with noise on the scores."""
+    """Returns whether another float32 sum could leave other tokens: which ones remain changes with noise on the scores."""
     keep = 1 if options["num_beams"] == 1 else max(2, 1 + len(np.atleast_1d(options["eos_token_id"])))
-    kept = {
+    remaining = {
         tuple(np.isfinite(warp_scores(scores * np.float32(factor), keep, **options)))
         for factor in (1 - 1e-5, 1, 1 + 1e-5)
     }
@@ -152,7 +154,7 @@ def _near_a_threshold(scores: np.ndarray, options: dict) -> bool:
         if options[name]
         for factor in (1 - 1e-5, 1 + 1e-5)
     }
-    return len(kept | shifted) > 1
+    return len(remaining | shifted) > 1
 
 
 def test_top_k_keeps_all_ties_of_the_last():

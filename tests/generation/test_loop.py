@@ -1,4 +1,4 @@
-"""The loop: ragged batches against the plain loops, groups, what is told and when, stops, cancelling, running ahead."""
+"""The loop: ragged batches against the reference loops, groups, reported steps, stops, cancelling, running ahead."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_ragged_batch_gives_each_row_what_plain_loops_give_it(prompts, options
 
 @pytest.mark.parametrize("kernel", [False, True])
 def test_a_long_prompt_runs_in_chunks_of_the_default_step_size(kernel, monkeypatch):
-    """As many as mlx_lm takes, and fewer on the CPU, where scores are held whole."""
+    """As many as mlx_lm takes, and fewer on the CPU, where all attention scores are in memory at once."""
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu) if kernel else mx.Device(mx.cpu))
     gen = compile_fake(1, max_new_tokens=1)
     prompt = [3 + i % 7 for i in range(5000 if kernel else 700)]
@@ -66,7 +66,7 @@ def test_a_long_prompt_runs_in_chunks_of_the_default_step_size(kernel, monkeypat
 @pytest.mark.parametrize("fake", FAKES)
 def test_on_token_reports_exactly_the_tokens_of_the_results(fake):
     gen = compile_fake(5, fake=fake, max_new_tokens=7, eos_token_id=EOS, token_logprobs=True)
-    told: list[list[tuple[int, float]]] = [[] for _ in PROMPTS]
+    reported: list[list[tuple[int, float]]] = [[] for _ in PROMPTS]
     ended = [False] * len(PROMPTS)
     events = []
     rows = generation.generate(gen, PROMPTS, [0] * 5, on_token=events.append)
@@ -80,10 +80,10 @@ def test_on_token_reports_exactly_the_tokens_of_the_results(fake):
             assert np.isnan(event["logprob"][row]) == (token == -1)
             assert not (ended[row] and token >= 0)
             if token >= 0:
-                told[row].append((token, float(event["logprob"][row])))
+                reported[row].append((token, float(event["logprob"][row])))
             ended[row] = bool(event["finished"][row])
     assert all(ended)
-    assert [[Token(*pair) for pair in row] for row in told] == rows
+    assert [[Token(*pair) for pair in row] for row in reported] == rows
     assert any(len(row) < 7 for row in rows if row)
     assert any(len(row) == 7 for row in rows)
 
@@ -165,16 +165,16 @@ def test_nothing_runs_ahead_where_the_host_reads_each_token(options):
 @pytest.mark.parametrize("fake", [{}, {"runs_ahead": True}])
 def test_stop_ends_a_row_after_its_last_token(fake):
     gen = compile_fake(2, fake=fake, max_new_tokens=8)
-    heard = []
+    stop_calls = []
 
     def stop(tokens):
-        heard.append(list(tokens))
+        stop_calls.append(list(tokens))
         return len(tokens) == 3
 
     _, (first, second) = run_batch(gen, [[3], [4]], stop=[stop, None])
     assert (len(first.tokens), first.finish_reason) == (3, "stop")
     assert (len(second.tokens), second.finish_reason) == (8, "length")
-    assert heard == [[token.id for token in first.tokens][: n + 1] for n in range(3)]
+    assert stop_calls == [[token.id for token in first.tokens][: n + 1] for n in range(3)]
 
 
 def test_stop_strings_need_a_stop_condition():
@@ -195,10 +195,10 @@ def test_cancel_from_another_thread_ends_the_run(options):
         return np.zeros(1)
 
     gen = compile_fake(1, max_new_tokens=500, processors=[(state, lambda logits, _: logits)], **options)
-    other = threading.Thread(target=lambda: (reached.wait(10), cancel.set()))
-    other.start()
+    canceller = threading.Thread(target=lambda: (reached.wait(10), cancel.set()))
+    canceller.start()
     _, (result,) = run_batch(gen, [[3]], cancel_event=cancel)
-    other.join()
+    canceller.join()
     assert result.finish_reason == "cancelled"
     assert 3 <= len(result.tokens) <= 4
     assert gen.decoder.sessions[0].closed
@@ -262,7 +262,7 @@ def test_logits_do_not_outlive_their_step():
 
 
 def test_a_row_ends_at_the_last_position():
-    """A token needs a position only to be read: the last one is told all the same."""
+    """A token needs a position only to be read: the last one is generated without one."""
     gen = compile_fake(2, fake={"max_positions": 6}, max_new_tokens=50)
     _, (first, second) = run_batch(gen, [[3, 4, 5, 6], [3] * 6])
     assert (len(first.tokens), first.finish_reason) == (3, "length")

@@ -1,4 +1,4 @@
-"""Ngrams against a search of the whole text, with forks, and the work that it does."""
+"""NgramBans against a search of the whole sequence, with forks, and the work that it does."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def test_a_long_sequence_costs_linear_work():
     for length in (1000, 4000):
         CountingList.read = 0
         rng = random.Random(0)
-        index, text = NgramBans(3, [1, 2, 3]), CountingList([1, 2, 3])
-        while len(text) < length:
+        index, sequence = NgramBans(3, [1, 2, 3]), CountingList([1, 2, 3])
+        while len(sequence) < length:
             token = rng.randrange(100)
-            if token not in index.banned_ids(text):
-                text.append(token)
-                index.add(text)
+            if token not in index.banned_ids(sequence):
+                sequence.append(token)
+                index.add(sequence)
         work.append(CountingList.read)
     assert work[1] <= 5 * work[0]

@@ -1,4 +1,4 @@
-"""Prompts through a prompt cache: plain decoding's tokens and log-probabilities, and only the tails are computed."""
+"""Prompts with a prompt cache: tokens and log-probabilities without one, and only the tails are computed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def compile_model(model, rows: int = 1, decoder: Decoder | None = None, **option
 
 @pytest.fixture
 def computed_counts(monkeypatch):
-    """How many tokens each row of each step had."""
+    """The number of tokens of each row in each step."""
     counts: list[list[int]] = []
     step = CacheSession.step
     monkeypatch.setattr(
@@ -42,7 +42,7 @@ def computed_counts(monkeypatch):
 
 
 def poison(cache: PromptCache) -> None:
-    """NaN in every row of the pools that holds no kept token: nobody may read one."""
+    """Writes NaN into every row of the pools without a stored token: no step may read one."""
     store = cache.kv_cache
     held = slots_of_blocks([block.number for block in store.block_manager.stored_blocks()], store.block_size)
     arrays = store.pools.take()
@@ -54,10 +54,10 @@ def poison(cache: PromptCache) -> None:
     store.pools.evaluate()
 
 
-def assert_same(found, wanted) -> None:
-    """Equal tokens, and log-probabilities up to what the order of a sum does."""
-    assert [[token.id for token in text] for text in found] == [[token.id for token in text] for text in wanted]
-    for text, other in zip(found, wanted, strict=True):
+def assert_same_results(found, expected) -> None:
+    """Asserts equal tokens, and log-probabilities that differ only by the order of sums."""
+    assert [[token.id for token in text] for text in found] == [[token.id for token in text] for text in expected]
+    for text, other in zip(found, expected, strict=True):
         np.testing.assert_allclose([t.logprob for t in text], [t.logprob for t in other], rtol=0, atol=2e-4)
 
 
@@ -68,10 +68,10 @@ def block_border_lengths(block: int) -> list[int]:
 @pytest.mark.parametrize("block", [1, 3, 16])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_second_prompt_computes_its_tail_alone(name, block, loaded, computed_counts):
-    """Kept lengths and common beginnings of all kinds around the borders of blocks, with NaN in every other row."""
+    """Stored lengths and common prefixes around the borders of blocks, with NaN in every other row."""
     model = loaded(name)
     gen = compile_model(model)
-    plainly = functools.cache(lambda *prompt: generation.generate(gen, [prompt], [0]))
+    generate_uncached = functools.cache(lambda *prompt: generation.generate(gen, [prompt], [0]))
     for kept in block_border_lengths(block):
         for common in sorted({1, *block_border_lengths(block), kept} & set(range(1, kept + 1))):
             other = [*TEXT[:common], 2, *TEXT[40:43]]
@@ -83,10 +83,10 @@ def test_a_second_prompt_computes_its_tail_alone(name, block, loaded, computed_c
                 found = generation.generate(gen, [prompt], [0], prompt_cache=cache)
                 stored = min(common, len(prompt) - 1) // block * block
                 assert sum(sum(step) for step in computed_counts) == len(prompt) - stored + NEW_TOKENS - 1
-                assert_same(found, plainly(*prompt))
+                assert_same_results(found, generate_uncached(*prompt))
 
 
-# What these keep isn't keys and values of their tokens alone; a prompt cache refuses them.
+# A prompt cache stores keys and values that follow from tokens alone, which these do not have.
 UNSUPPORTED_MODELS = {"deltanet_ort": "states", "lfm2": "states", "gpt2_reread": "without a cache"}
 
 
@@ -110,14 +110,14 @@ def test_a_value_that_is_no_prompt_cache_is_refused(loaded):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in UNSUPPORTED_MODELS])
 def test_golden_prompts_with_an_empty_and_a_full_cache(name, loaded):
-    """The golden tokens of each fixture, at first and when all of the prompts are in the cache."""
+    """The golden tokens of each fixture, first with an empty cache and then with all prompts in it."""
     rows, model = rows_of(name), loaded(name)
     cache = PromptCache(model)
     gen = compile_model(model, len(rows), max_new_tokens=max(len(row["tokens"]) for row in rows))
     for _ in range(2):
         found = generation.generate(gen, [row["prompt"] for row in rows], [0] * len(rows), prompt_cache=cache)
-        for text, wanted in zip(found, tokens_of(rows), strict=True):
-            assert [token.id for token in text][: len(wanted)] == wanted
+        for text, expected in zip(found, tokens_of(rows), strict=True):
+            assert [token.id for token in text][: len(expected)] == expected
         poison(cache)
 
 
@@ -127,7 +127,7 @@ MODES = [("llama", "append"), ("mistral", "append"), ("llama_genai", "in_place")
 @pytest.mark.parametrize("block", [1, 3])
 @pytest.mark.parametrize(("name", "mode"), MODES)
 def test_a_graph_without_pools_shares_prefixes_too(name, mode, block, computed_counts):
-    """Rows of one length with beginnings of several lengths kept: a grown cache takes the least of them."""
+    """Rows of equal length with stored prefixes of several lengths: mode grow uses the shortest of them."""
     model = Model(plain(name))
     gen = compile_model(model, 2, Decoder(model.decoder, 2, cache_mode=mode))
     cache = PromptCache(model, block=block)
@@ -139,7 +139,7 @@ def test_a_graph_without_pools_shares_prefixes_too(name, mode, block, computed_c
     stored = [9 // block * block, 4 // block * block]
     stored = [min(stored)] * 2 if mode == "grow" else stored
     assert sum(sum(step) for step in computed_counts) == sum(map(len, prompts)) - sum(stored) + 2 * (NEW_TOKENS - 1)
-    assert_same(found, generation.generate(gen, prompts, [0, 0]))
+    assert_same_results(found, generation.generate(gen, prompts, [0, 0]))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_graph_without_pools_shares_prefixes_too(name, mode, block, computed_c
 )
 @pytest.mark.parametrize("block", [1, 3])
 def test_ragged_batches_under_all_kinds_of_settings(options, block, loaded):
-    """Padding rows, rows that are in the cache wholly, in part and not at all."""
+    """Padding rows, and rows that are stored wholly, in part and not at all."""
     model = loaded("llama")
     gen, one = compile_model(model, 4, **options), compile_model(model, 1, **options)
     cache = PromptCache(model, block=block)
@@ -165,7 +165,7 @@ def test_ragged_batches_under_all_kinds_of_settings(options, block, loaded):
     for _ in range(2):
         poison(cache)
         found = generation.generate(gen, prompts, [1, 2, 3, 4], prompt_cache=cache)
-        assert_same(found, generation.generate(gen, prompts, [1, 2, 3, 4]))
+        assert_same_results(found, generation.generate(gen, prompts, [1, 2, 3, 4]))
 
 
 def test_rows_of_a_batch_share_one_copy(loaded):
@@ -180,14 +180,14 @@ def test_rows_of_a_batch_share_one_copy(loaded):
     slots = cache.kv_cache.block_manager
     assert (
         slots.num_slots - (slots.free_slots - slots.evictable_slots) == held + 8
-    )  # of each row its own last token alone
+    )  # of each row only its own last token
     steps.close()
     assert cache.tokens == held + 8
 
 
 @pytest.mark.parametrize("block", [1, 4])
 def test_runs_never_change_stored_slots(block, loaded):
-    """Every bit of every kept slot, after runs that go on inside, at the end of, and beside it."""
+    """Every bit of every stored slot, after runs that continue inside, at the end of, and beside it."""
     model = loaded("llama")
     cache = PromptCache(model, block=block)
     gen = compile_model(model, 2)
@@ -221,7 +221,7 @@ def test_the_pools_stay_within_the_limit_and_evict_the_least_recently_used(block
         first, second, third = ([n, *TEXT[n : n + 11]] for n in (3, 20, 37))
         for prompt in (first, second, first, third):
             found = generation.generate(gen, [prompt], [0], prompt_cache=cache)
-            assert_same(found, generation.generate(gen, [prompt], [0]))
+            assert_same_results(found, generation.generate(gen, [prompt], [0]))
             assert cache.tokens <= cache.kv_cache.block_manager.num_slots <= 36
             assert cache.nbytes <= 36 * slot_bytes
             assert cache.find([*prompt, 1]) == 12 // block * block
@@ -237,7 +237,7 @@ def test_a_run_that_needs_more_than_the_limit_is_refused_and_the_cache_stays_usa
     with pytest.raises(CacheError, match="at most 16"):
         generation.generate(gen, [TEXT[:20]], [0], prompt_cache=cache)
     assert cache.find(TEXT) == 8
-    assert_same(
+    assert_same_results(
         generation.generate(gen, [TEXT[:9]], [0], prompt_cache=cache), generation.generate(gen, [TEXT[:9]], [0])
     )
 
@@ -250,13 +250,15 @@ def test_a_closed_run_stores_what_it_computed(loaded):
     text = [*TEXT[:8], *(int(next(steps).token[0]) for _ in range(3))]
     steps.close()
     assert cache.find([*text, 1]) == 8 + 2  # no step took the third token
-    assert_same(generation.generate(gen, [text], [0], prompt_cache=cache), generation.generate(gen, [text], [0]))
+    assert_same_results(
+        generation.generate(gen, [text], [0], prompt_cache=cache), generation.generate(gen, [text], [0])
+    )
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("where", ["_append_tokens", "evaluate", "compile_once", "put"])
 def test_a_failed_run_leaves_nothing_half_written(error, where, loaded, monkeypatch):
-    """Wherever an interrupt or a failure comes, later runs give what they give without a cache."""
+    """Wherever an interrupt or a failure comes, later runs give the results of runs without a cache."""
     model = loaded("llama")
     cache, gen = PromptCache(model), compile_model(model)
     generation.generate(gen, [TEXT[:8]], [0], prompt_cache=cache)
@@ -277,7 +279,7 @@ def test_a_failed_run_leaves_nothing_half_written(error, where, loaded, monkeypa
     assert not cache.kv_cache.in_use
     assert cache.kv_cache.block_manager.free_slots == cache.kv_cache.block_manager.num_slots
     for prompt in (TEXT[:8], TEXT[:20], TEXT[:25]):
-        assert_same(
+        assert_same_results(
             generation.generate(gen, [prompt], [0], prompt_cache=cache), generation.generate(gen, [prompt], [0])
         )
 
@@ -285,7 +287,7 @@ def test_a_failed_run_leaves_nothing_half_written(error, where, loaded, monkeypa
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_cache_that_could_not_grow_starts_empty(error, loaded, monkeypatch):
     gen, cache = compile_model(loaded("llama")), PromptCache(loaded("llama"))
-    wanted = generation.generate(gen, [TEXT], [0])
+    expected = generation.generate(gen, [TEXT], [0])
     generation.generate(gen, [TEXT[:5]], [0], prompt_cache=cache)
 
     def fail(*_):
@@ -296,20 +298,20 @@ def test_a_cache_that_could_not_grow_starts_empty(error, loaded, monkeypatch):
         with pytest.raises(error):
             generation.generate(gen, [TEXT], [0], prompt_cache=cache)
     assert not cache.kv_cache.in_use
-    assert_same(generation.generate(gen, [TEXT], [0], prompt_cache=cache), wanted)
+    assert_same_results(generation.generate(gen, [TEXT], [0], prompt_cache=cache), expected)
 
 
 def test_threads_take_turns(loaded):
-    """What one made, emptied or ran, another goes on with; each has its own compiled functions."""
+    """One thread continues with the cache that another made, cleared or used; each has its own compiled functions."""
     model = loaded("llama")
-    wanted = generation.generate(compile_model(model), [TEXT], [0])
+    expected = generation.generate(compile_model(model), [TEXT], [0])
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         cache = one.submit(PromptCache, model).result()
         for thread in (other, one, other):
             run = thread.submit(lambda: generation.generate(compile_model(model), [TEXT], [0], prompt_cache=cache))
-            assert_same(run.result(), wanted)
+            assert_same_results(run.result(), expected)
         one.submit(cache.clear).result()
-        assert_same(generation.generate(compile_model(model), [TEXT], [0], prompt_cache=cache), wanted)
+        assert_same_results(generation.generate(compile_model(model), [TEXT], [0], prompt_cache=cache), expected)
 
 
 @pytest.mark.parametrize(
@@ -342,18 +344,18 @@ def test_unsupported_uses_of_a_cache_are_refused(loaded):
 
 
 def test_drafts_need_no_more_slots_than_their_number(loaded):
-    """Two texts of 20 + 4 tokens with 3 guesses each."""
+    """Two rows of 20 + 4 tokens with 3 draft tokens each."""
     model, prompts = loaded("llama"), [[5, 6, 7, 8] * 5, [9, 10] * 10]
-    gen, guessing = compile_model(model, 2), compile_model(model, 2, prompt_lookup_num_tokens=3)
+    gen, speculative = compile_model(model, 2), compile_model(model, 2, prompt_lookup_num_tokens=3)
     cache = PromptCache(model, max_tokens=2 * (20 + NEW_TOKENS + 3))
     for _ in range(2):
-        assert_same(
-            generation.generate(guessing, prompts, [0] * 2, prompt_cache=cache),
+        assert_same_results(
+            generation.generate(speculative, prompts, [0] * 2, prompt_cache=cache),
             generation.generate(gen, prompts, [0] * 2),
         )
     small = PromptCache(model, max_tokens=2 * (20 + NEW_TOKENS + 3) - 1)
     with pytest.raises(CacheError, match="room for 54"):
-        generation.generate(guessing, prompts, [0] * 2, prompt_cache=small)
+        generation.generate(speculative, prompts, [0] * 2, prompt_cache=small)
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -361,27 +363,27 @@ def test_drafts_need_no_more_slots_than_their_number(loaded):
     block=st.integers(2, 7),
     lengths=st.lists(st.integers(0, 30), min_size=2, max_size=2).filter(any),
     new=st.integers(1, 14),
-    guesses=st.sampled_from([{"prompt_lookup_num_tokens": n, "max_matching_ngram_size": 1} for n in (1, 3, 40)] + [{}]),
+    drafts=st.sampled_from([{"prompt_lookup_num_tokens": n, "max_matching_ngram_size": 1} for n in (1, 3, 40)] + [{}]),
     sampling=st.sampled_from([{}, {"do_sample": True, "num_return_sequences": 2, "temperature": 0.5}]),
 )
-def test_drafts_in_blocks_of_several_tokens_need_no_further_slot(block, lengths, new, guesses, sampling, loaded):
-    """Texts, what is kept of them, and that the pools need no more than the blocks of a text and those of its guesses."""
+def test_drafts_in_blocks_of_several_tokens_need_no_further_slot(block, lengths, new, drafts, sampling, loaded):
+    """The results, the stored tokens, and that the pools need no more than the blocks of a row and of its drafts."""
     model = loaded("llama")
     options = {"max_new_tokens": new, **sampling}
-    guesses = guesses or {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.0, "assistant_model": model}
+    drafts = drafts or {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.0, "assistant_model": model}
     prompts = [[5, 6, 7, 8] * 8][:1] * 2
     prompts = [prompt[:length] for prompt, length in zip(prompts, lengths, strict=True)]
-    most = max(guesses.get("prompt_lookup_num_tokens", 0), guesses.get("num_assistant_tokens", 0))
-    nodes = 1 + min(most, 3 * max(0, new - 2))
+    max_draft_tokens = max(drafts.get("prompt_lookup_num_tokens", 0), drafts.get("num_assistant_tokens", 0))
+    nodes = 1 + min(max_draft_tokens, 3 * max(0, new - 2))
     rows = [n for n in lengths if n for _ in range(options.get("num_return_sequences", 1))]
     room = sum(-(-(n + new - 1) // block) + -(-nodes // block) for n in rows) * block
     cache = PromptCache(model, block=block, max_tokens=room)
-    gen, guessing = compile_model(model, 2, **options), compile_model(model, 2, **guesses, **options)
-    wanted = generation.generate(gen, prompts, [0, 1])
+    gen, speculative = compile_model(model, 2, **options), compile_model(model, 2, **drafts, **options)
+    expected = generation.generate(gen, prompts, [0, 1])
     for _ in range(2):
-        assert_same(generation.generate(guessing, prompts, [0, 1], prompt_cache=cache), wanted)
+        assert_same_results(generation.generate(speculative, prompts, [0, 1], prompt_cache=cache), expected)
         slots = cache.kv_cache.block_manager
-        assert slots.num_slots - slots.free_slots == 0  # of the run nothing is held but what is kept
+        assert slots.num_slots - slots.free_slots == 0  # nothing of the run remains but what is stored
         assert (slots.num_slots, slots.evictable_slots) == (room, cache.tokens)
         poison(cache)
 
@@ -393,9 +395,9 @@ def test_a_very_large_draft_limit_takes_no_more_slots_than_a_row_can_use(cached,
     monkeypatch.setattr(Decoder, "begin_session", lambda *args, **more: runs.append(begin(*args, **more)) or runs[-1])
     model, prompt = loaded("llama"), [5, 6, 7, 8] * 5
     cache = None if cached is None else PromptCache(model, block=cached)
-    guessing = compile_model(model, prompt_lookup_num_tokens=10**6, max_new_tokens=10)
-    found = generation.generate(guessing, [prompt], [0], prompt_cache=cache)
-    assert_same(found, generation.generate(compile_model(model, max_new_tokens=10), [prompt], [0]))
+    speculative = compile_model(model, prompt_lookup_num_tokens=10**6, max_new_tokens=10)
+    found = generation.generate(speculative, [prompt], [0], prompt_cache=cache)
+    assert_same_results(found, generation.generate(compile_model(model, max_new_tokens=10), [prompt], [0]))
     assert runs[0].block_manager.num_slots <= 64
     assert int(runs[0].max_lengths.max()) <= 64
 
@@ -407,13 +409,13 @@ def test_decoders_of_states_or_without_a_cache_have_no_prompt_cache(name, found,
 
 
 def test_drafts_continue_after_a_stored_prefix(loaded):
-    """Tokens guessed and checked several at once are kept as others are."""
+    """Draft tokens that were accepted are stored as others are."""
     model, prompt = loaded("llama"), [5, 6, 7, 8] * 5
     cache, gen = PromptCache(model), compile_model(model)
-    guessing = compile_model(model, prompt_lookup_num_tokens=3)
+    speculative = compile_model(model, prompt_lookup_num_tokens=3)
     for text in (prompt, [*prompt, 9], prompt):
-        assert_same(
-            generation.generate(guessing, [text], [0], prompt_cache=cache), generation.generate(gen, [text], [0])
+        assert_same_results(
+            generation.generate(speculative, [text], [0], prompt_cache=cache), generation.generate(gen, [text], [0])
         )
     assert cache.find([*prompt, 9, 1]) == len(prompt) + 1
 
@@ -426,12 +428,12 @@ CALLS = st.lists(
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls=CALLS, block=st.sampled_from([1, 2, 3]), limit=st.sampled_from([None, 26]), beams=st.sampled_from([1, 2]))
 def test_any_sequence_of_calls(calls, block, limit, beams, loaded):
-    """Few ids, so that prompts begin alike in all ways, and a limit at which kept blocks must go."""
+    """Few ids, so that prompts share prefixes of all kinds, and a limit at which stored blocks are evicted."""
     model = loaded("llama")
     gen = cached_gen(model, beams)
     cache = PromptCache(model, block=block, max_tokens=limit and limit * beams)
     for prompts in calls:
-        assert_same(
+        assert_same_results(
             generation.generate(gen, prompts, [0, 0], prompt_cache=cache), generation.generate(gen, prompts, [0, 0])
         )
         poison(cache)

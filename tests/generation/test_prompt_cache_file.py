@@ -1,4 +1,4 @@
-"""The file of a prompt cache: what it gives back, and what is refused before anything of it is used."""
+"""The file of a prompt cache: a loaded cache equals the saved one, and wrong files are refused before they are used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def generate_texts(model, prompts, cache=None):
 
 @pytest.fixture
 def saved_path(loaded, tmp_path):
-    """The file of a cache of two texts with one beginning."""
+    """The file of a cache of two prompts with a common prefix."""
     cache = PromptCache(loaded("llama"), block=2)
     generate_texts(loaded("llama"), [TEXT[:21], [*TEXT[:12], 7, 8, 9]], cache)
     cache.save(tmp_path / "cache.safetensors")
@@ -39,19 +39,19 @@ def test_a_loaded_cache_equals_the_saved_one(name, block, loaded, tmp_path):
     model, path = loaded(name), tmp_path / "a cache"
     cache = PromptCache(model, block=block)
     generate_texts(model, [TEXT[:21], [*TEXT[:12], 7, 8, 9]], cache)
-    for _ in range(2):  # also one that was loaded, and over a file that is there
+    for _ in range(2):  # also a loaded cache, and over an existing file
         cache.save(path)
         assert os.listdir(tmp_path) == ["a cache"]
-        back = PromptCache.load(path, model)
-        assert back.tokens == cache.tokens > 0
+        reloaded = PromptCache.load(path, model)
+        assert reloaded.tokens == cache.tokens > 0
         for prompt in (TEXT, [*TEXT[:12], 7, 8, 9, 9], [1]):
-            assert back.find(prompt) == cache.find(prompt)
-        cache = back
+            assert reloaded.find(prompt) == cache.find(prompt)
+        cache = reloaded
     prompts = [TEXT[:30], [*TEXT[:12], 7, 8, 9, 3]]
-    found, wanted = generate_texts(model, prompts, back), generate_texts(model, prompts)
-    assert [[token.id for token in text] for text in found] == [[token.id for token in text] for text in wanted]
+    found, expected = generate_texts(model, prompts, reloaded), generate_texts(model, prompts)
+    assert [[token.id for token in text] for text in found] == [[token.id for token in text] for text in expected]
     tolerance = 2e-2 if name == "llama_fp16" else 2e-4
-    for text, other in zip(found, wanted, strict=True):
+    for text, other in zip(found, expected, strict=True):
         np.testing.assert_allclose([t.logprob for t in text], [t.logprob for t in other], rtol=0, atol=tolerance)
 
 
@@ -86,7 +86,7 @@ def test_another_model_is_refused(saved_path, loaded, converted, tmp_path):
     folder = tmp_path / "other"
     shutil.copytree(converted("llama"), folder)
     other = load_folder(folder)
-    assert PromptCache.load(saved_path, other).tokens > 0  # the same model from another place
+    assert PromptCache.load(saved_path, other).tokens > 0  # the same model from another folder
     name, weight = next((n, w) for n, w in other.decoder.weights().items() if w.ndim == 2 and w.dtype == mx.float32)
     owner, key = other.decoder._leaf_locations[name]
     owner[key] = mx.where(mx.arange(weight.size).reshape(weight.shape) == 5, weight + 1, weight)
@@ -100,7 +100,7 @@ def test_a_limit_below_the_tokens_of_the_file_is_refused(saved_path, loaded):
 
 
 def rewrite_header(path: Path, change) -> None:
-    """The file with its header as `change` leaves it."""
+    """Rewrites the file with the header that `change` returns or changes in place."""
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])

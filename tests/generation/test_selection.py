@@ -1,4 +1,4 @@
-"""The choice of a step: its one array, sampled frequencies, keys, and what is compiled."""
+"""The selection of a step: its one array, sampled frequencies, keys, and what is compiled."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ CHI_SQUARE = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.
 def chi_square(counts: np.ndarray, masses: np.ndarray) -> float:
     """Pearson's statistic over the tokens of a mass that is not 0; a draw of another token makes it infinite."""
     expected = counts.sum() * masses
-    kept = masses > 0
-    return np.inf if counts[~kept].any() else float(((counts[kept] - expected[kept]) ** 2 / expected[kept]).sum())
+    possible = masses > 0
+    return (
+        np.inf
+        if counts[~possible].any()
+        else float(((counts[possible] - expected[possible]) ** 2 / expected[possible]).sum())
+    )
 
 
 def sample_once_per_seed(logits: np.ndarray, seeds: list[int], **options) -> np.ndarray:
-    """One token for each seed, all from the same logits."""
+    """Returns one token for each seed, all from the same logits."""
     ctx = generation.context(fake_model(), do_sample=True, **options)
     selection = TokenSelection(ctx.settings, len(logits))
     rows = [[1]] * len(seeds)
@@ -59,12 +63,12 @@ def test_the_draws_of_one_seed_are_as_independent_as_those_of_many():
     ctx = generation.context(fake_model(), do_sample=True, top_k=0)
     selection = TokenSelection(ctx.settings, 3)
     state, fixed = selection.initial_state(ProcessorInputs([[1]], [[1]], [99], row_random_keys([11], 1)))
-    said = []
+    draws = []
     for _ in range(3000):
         packed, state = selection.select_tokens(mx.array(logits[None]), state, fixed)
-        said.append(int(packed[0, 0]))
-    assert chi_square(np.bincount(said, minlength=3), softmax(logits)) < CHI_SQUARE[2]
-    pairs = np.bincount(np.array(said[:-1:2]) * 3 + np.array(said[1::2]), minlength=9)
+        draws.append(int(packed[0, 0]))
+    assert chi_square(np.bincount(draws, minlength=3), softmax(logits)) < CHI_SQUARE[2]
+    pairs = np.bincount(np.array(draws[:-1:2]) * 3 + np.array(draws[1::2]), minlength=9)
     assert chi_square(pairs, np.outer(softmax(logits), softmax(logits)).ravel()) < 26.12  # 8 degrees of freedom
 
 
@@ -81,19 +85,19 @@ def test_a_row_is_the_same_alone_and_in_any_batch():
     prompts = [[1, 2, 3], [4], [5, 6], [], [7] * 9]
     seeds = [3, 5, 3, 7, 11]
     options = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 12, "eos_token_id": [0, 1]}
-    together = generated_ids(5, prompts, seeds, **options)
-    assert together == [
+    batched = generated_ids(5, prompts, seeds, **options)
+    assert batched == [
         generated_ids(1, [prompt], [seed], **options)[0] for prompt, seed in zip(prompts, seeds, strict=True)
     ]
-    assert together[::-1] == generated_ids(5, prompts[::-1], seeds[::-1], **options)
-    assert together != generated_ids(5, prompts, [seed + 1 for seed in seeds], **options)
+    assert batched[::-1] == generated_ids(5, prompts[::-1], seeds[::-1], **options)
+    assert batched != generated_ids(5, prompts, [seed + 1 for seed in seeds], **options)
 
 
 def test_several_sequences_of_a_prompt_differ_and_are_the_same_alone():
     options = {"do_sample": True, "temperature": 3.0, "max_new_tokens": 8, "num_return_sequences": 3}
-    together = generated_ids(2, [[1, 2], [3]], [5, 6], **options)
-    assert len({tuple(text) for text in together}) == 6
-    assert together == generated_ids(1, [[1, 2]], [5], **options) + generated_ids(1, [[3]], [6], **options)
+    batched = generated_ids(2, [[1, 2], [3]], [5, 6], **options)
+    assert len({tuple(text) for text in batched}) == 6
+    assert batched == generated_ids(1, [[1, 2]], [5], **options) + generated_ids(1, [[3]], [6], **options)
 
 
 def test_sampled_beams_draw_without_replacement_from_the_sums():
@@ -118,14 +122,14 @@ def test_sampled_beams_draw_without_replacement_from_the_sums():
 
 
 def test_log_probabilities_are_computed_only_when_asked_for():
-    for asked, width in ((False, 1), (True, 2)):
-        gen = compile_fake(1, token_logprobs=asked, max_new_tokens=3)
+    for with_logprobs, width in ((False, 1), (True, 2)):
+        gen = compile_fake(1, token_logprobs=with_logprobs, max_new_tokens=3)
         state, fixed = gen.selection.initial_state(ProcessorInputs([[1]], [[1]], [4]))
         packed, _ = gen.selection.select_tokens(mx.zeros((1, VOCAB)), state, fixed)
         assert packed.shape == (1, width)
         assert packed.dtype == mx.int32
         _, (result,) = run_batch(gen, [[1]])
-        assert all((token.logprob is not None) == asked for token in result.tokens)
+        assert all((token.logprob is not None) == with_logprobs for token in result.tokens)
 
 
 def test_log_probabilities_of_sampling_are_those_of_the_scores_it_draws_from():

@@ -1,4 +1,4 @@
-"""Settings: names, precedence, null, ranges, and what is refused. The truth is `GenerationConfig` and its
+"""Settings: names, precedence, null, ranges, and refusals. The truth is `GenerationConfig` and its
 processors."""
 
 from __future__ import annotations

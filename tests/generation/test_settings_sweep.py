@@ -44,7 +44,7 @@ class DecoderCache:
         ctx = generation.context(self.model, token_logprobs=True, **{"do_sample": False, **options})
         rows = batch * ctx.settings.rows_per_prompt
         with monkeypatch.context() as patch:
-            # A choice of its own per case: on a CPU, compiling each costs more than all its steps.
+            # Each case has its own selection: on a CPU, compiling it costs more than all its steps.
             patch.setattr(mx, "compile", lambda function: function)
             gen = generation.compile(ctx, batch, decoder=self.decoders.get(rows))
         self.decoders[rows] = gen.decoder
@@ -52,7 +52,7 @@ class DecoderCache:
 
 
 def batch_slices(place: int) -> Iterator[slice]:
-    """The parts of the five prompts that a case of this place runs as a batch."""
+    """Yields the slices of the five prompts that the case of this index runs as a batch."""
     yield slice(0, 5)
     yield slice(1, 4) if place % 2 else slice(place // 2 % 5, place // 2 % 5 + 1)
 
@@ -60,14 +60,14 @@ def batch_slices(place: int) -> Iterator[slice]:
 def describe_difference(
     case: dict[str, Any], expected: list[list[list[Any]]], found: list[generation.GenerationResult]
 ) -> str | None:
-    """What differs between the texts of some prompts and their golden rows, a list per prompt; None if nothing does."""
+    """Returns how the results of some prompts differ from their golden rows, a list per prompt; None if they agree."""
     rows = [row for prompt in expected for row in prompt]
     assert len(rows) == len(found)
     for row, result in zip(rows, found, strict=True):
         tokens, logprobs, ended, *score = row
-        said = [token.id for token in result.tokens]
-        if said != tokens:
-            return f"tokens {said}, not {tokens}, under {case['settings']}"
+        ids = [token.id for token in result.tokens]
+        if ids != tokens:
+            return f"tokens {ids}, not {tokens}, under {case['settings']}"
         if result.finish_reason != ("length" if ended is None else "stop"):
             return f"finish_reason {result.finish_reason} under {case['settings']}"
         far = max([abs(token.logprob - want) for token, want in zip(result.tokens, logprobs, strict=True)], default=0)
@@ -84,11 +84,11 @@ def describe_difference(
 def test_results_are_those_of_transformers(name, part, loaded, monkeypatch):
     data, decoders, failures = golden(name), DecoderCache(loaded(name)), []
     for place, case in enumerate(data[part]):
-        for some in batch_slices(place):
-            prompts = data["prompts"][some]
+        for batch in batch_slices(place):
+            prompts = data["prompts"][batch]
             gen = decoders.compile(len(prompts), case["settings"], monkeypatch)
-            if problem := describe_difference(case, case["rows"][some], run_batch(gen, prompts)[1]):
-                failures.append(f"case {place}, prompts {some.start} to {some.stop}: {problem}")
+            if problem := describe_difference(case, case["rows"][batch], run_batch(gen, prompts)[1]):
+                failures.append(f"case {place}, prompts {batch.start} to {batch.stop}: {problem}")
     assert not failures, f"{len(failures)} of {len(data[part])}:\n" + "\n".join(failures[:10])
 
 
@@ -103,17 +103,17 @@ def test_the_scores_that_sampling_draws_from_are_those_of_transformers(name, loa
         decoder = gen.decoder
         found = first_scores(gen, prompts)
         for row, expected in zip(found, case["scores"], strict=True):
-            kept = np.unpackbits(np.frombuffer(bytes.fromhex(expected["kept"]), np.uint8))[: len(row)].astype(bool)
-            np.testing.assert_array_equal(np.isfinite(row), kept, err_msg=str(case["settings"]))
-            shown = np.flatnonzero(kept)[:: expected["stride"]]
+            remaining = np.unpackbits(np.frombuffer(bytes.fromhex(expected["kept"]), np.uint8))[: len(row)].astype(bool)
+            np.testing.assert_array_equal(np.isfinite(row), remaining, err_msg=str(case["settings"]))
+            shown = np.flatnonzero(remaining)[:: expected["stride"]]
             values = np.frombuffer(base64.b64decode(expected["values"]), "<f4")
             np.testing.assert_allclose(
-                row[shown], values, atol=2e-4 * np.ptp(row[kept]) + 1e-4, err_msg=str(case["settings"])
+                row[shown], values, atol=2e-4 * np.ptp(row[remaining]) + 1e-4, err_msg=str(case["settings"])
             )
 
 
 def first_scores(gen: generation.CompiledGeneration, prompts: list[list[int]]) -> np.ndarray:
-    """The processed scores [prompts, vocab] of the first new token."""
+    """Returns the processed scores [prompts, vocab] of the first new token."""
     group = RowGroup(Batch(gen, prompts, [0] * len(prompts), {}), range(len(prompts)))
     logits = group.prefill()
     assert logits is not None
@@ -126,7 +126,7 @@ def first_scores(gen: generation.CompiledGeneration, prompts: list[list[int]]) -
 
 @pytest.mark.skipif(not SWEEPS, reason="no sweep is there")
 def test_every_setting_changes_a_golden():
-    """The makers of the goldens keep a setting's case only where it changed a text; here each setting must have one."""
+    """The goldens have a setting's case only where it changed a result; here each setting must have one."""
     changed = {"do_sample"}
     for name in SWEEPS:
         data = golden(name)

@@ -1,5 +1,5 @@
-"""Speculative decoding over a language model that is a pure function: whatever is guessed, texts are those of plain
-decoding, and each pass is one call and one evaluation."""
+"""Speculative decoding over a language model that is a pure function: results are those of plain decoding whatever is
+drafted, and each pass is one call and one evaluation."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ from mlx_transmuter.generation.drafts.draft_tree import DraftTree
 from mlx_transmuter.generation.row import Row
 
 EOS_TOKEN_IDS = [0, 1]
-# A text of one token's memory repeats itself soon, one of two tokens' later.
+# With a context of one token a row repeats itself soon, with one of two tokens later.
 SHORT_CONTEXT = {"memory": 2}
 
 
 class OracleDrafter:
-    """Guesses trees that hold beginnings of the right texts, and wrong tokens at random, in a random order."""
+    """Drafts trees with prefixes of the expected tokens, and wrong tokens at random, in a random order."""
 
-    def __init__(self, texts: Mapping[int, list[int]], seed: int):
-        self.texts, self.draw = texts, np.random.default_rng(seed)
+    def __init__(self, expected: Mapping[int, list[int]], seed: int):
+        self.expected, self.draw = expected, np.random.default_rng(seed)
 
-    def propose(self, rows: Mapping[int, Row], most: Mapping[int, int], deepest: Mapping[int, int], *_: Any):
+    def propose(
+        self, rows: Mapping[int, Row], max_draft_tokens: Mapping[int, int], max_depths: Mapping[int, int], *_: Any
+    ):
         trees = {}
         for row, text in rows.items():
-            right = self.texts[row][len(text.new_tokens) :]
+            right = self.expected[row][len(text.new_tokens) :]
             tree = trees[row] = DraftTree(text.sequence[-1])
-            for _ in range(self.draw.integers(0, most[row] + 1)):
+            for _ in range(self.draw.integers(0, max_draft_tokens[row] + 1)):
                 parent = int(self.draw.integers(0, len(tree)))
                 spelled = [tree.tokens[node] for node in tree.path_to(parent)[1:]]
-                if len(spelled) < deepest[row]:
+                if len(spelled) < max_depths[row]:
                     follows = (
                         spelled == right[: len(spelled)] and len(spelled) < len(right) and self.draw.random() < 0.8
                     )
@@ -52,7 +54,7 @@ class OracleDrafter:
         pass
 
 
-def assert_same_texts(found: list[GenerationResult], plain: list[GenerationResult]) -> None:
+def assert_same_results(found: list[GenerationResult], plain: list[GenerationResult]) -> None:
     for one, other in zip(found, plain, strict=True):
         assert [token.id for token in one.tokens] == [token.id for token in other.tokens]
         assert [token.logprob for token in one.tokens] == [token.logprob for token in other.tokens]
@@ -81,11 +83,13 @@ PROMPTS = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=9), min_size=1, 
     prompts=PROMPTS,
     options=st.fixed_dictionaries({}, optional=OPTIONS),
     sampling=st.none() | st.fixed_dictionaries({"do_sample": st.just(True)}, optional=SAMPLING),
-    most=st.sampled_from([1, 2, 4, 9]),
+    max_draft_tokens=st.sampled_from([1, 2, 4, 9]),
     seed=st.integers(0, 99),
     positions=st.sampled_from([None, None, 12]),
 )
-def test_results_are_those_of_plain_decoding_whatever_is_drafted(prompts, options, sampling, most, seed, positions):
+def test_results_are_those_of_plain_decoding_whatever_is_drafted(
+    prompts, options, sampling, max_draft_tokens, seed, positions
+):
     options = {
         **options,
         **(sampling or {}),
@@ -96,12 +100,12 @@ def test_results_are_those_of_plain_decoding_whatever_is_drafted(prompts, option
     fake = {"max_positions": positions}
     seeds = [seed + row for row in range(len(prompts))]
     _, plain = run_batch(compile_fake(len(prompts), fake=fake, **options), prompts, seeds)
-    gen = compile_fake(len(prompts), fake=fake, prompt_lookup_num_tokens=most, **options)
-    texts = {row: [token.id for token in result.tokens] for row, result in enumerate(plain)}
+    gen = compile_fake(len(prompts), fake=fake, prompt_lookup_num_tokens=max_draft_tokens, **options)
+    expected = {row: [token.id for token in result.tokens] for row, result in enumerate(plain)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculative_decoding, "_make_drafter", lambda group: OracleDrafter(texts, seed))
+        patch.setattr(speculative_decoding, "_make_drafter", lambda group: OracleDrafter(expected, seed))
         _, found = run_batch(gen, prompts, seeds)
-    assert_same_texts(found, plain)
+    assert_same_results(found, plain)
 
 
 @settings(max_examples=40)
@@ -109,10 +113,10 @@ def test_results_are_those_of_plain_decoding_whatever_is_drafted(prompts, option
     prompts=PROMPTS,
     options=st.fixed_dictionaries({}, optional=OPTIONS),
     sampling=st.none() | st.fixed_dictionaries({"do_sample": st.just(True)}, optional=SAMPLING),
-    most=st.sampled_from([1, 3, 8]),
+    max_draft_tokens=st.sampled_from([1, 3, 8]),
     size=st.integers(1, 3),
 )
-def test_prompt_lookup_gives_the_results_of_plain_decoding(prompts, options, sampling, most, size):
+def test_prompt_lookup_gives_the_results_of_plain_decoding(prompts, options, sampling, max_draft_tokens, size):
     options = {
         **options,
         **(sampling or {}),
@@ -122,9 +126,9 @@ def test_prompt_lookup_gives_the_results_of_plain_decoding(prompts, options, sam
     }
     seeds = list(range(len(prompts)))
     _, plain = run_batch(compile_fake(len(prompts), fake=SHORT_CONTEXT, **options), prompts, seeds)
-    looking = {"prompt_lookup_num_tokens": most, "max_matching_ngram_size": size}
-    _, found = run_batch(compile_fake(len(prompts), fake=SHORT_CONTEXT, **looking, **options), prompts, seeds)
-    assert_same_texts(found, plain)
+    lookup = {"prompt_lookup_num_tokens": max_draft_tokens, "max_matching_ngram_size": size}
+    _, found = run_batch(compile_fake(len(prompts), fake=SHORT_CONTEXT, **lookup, **options), prompts, seeds)
+    assert_same_results(found, plain)
 
 
 def test_a_repetitive_row_takes_few_passes_of_few_shapes_and_one_evaluation_each():
@@ -142,9 +146,9 @@ def test_a_repetitive_row_takes_few_passes_of_few_shapes_and_one_evaluation_each
     _, found = run_batch(gen, [[3, 4, 5], [6]])
     (run,) = gen.decoder.sessions
     passes = len(run.draft_sizes)
-    assert len(run.evaluate_waits) == 2 + 1 + passes  # the prompts' two parts, the first tokens, the passes
+    assert len(run.evaluate_waits) == 2 + 1 + passes  # the prompts' two chunks, the first tokens, the passes
     assert all(run.evaluate_waits)
-    assert chosen == [(mx.int32, 2, 2)] * passes  # of each pass one array of tokens and log-probabilities
+    assert chosen == [(mx.int32, 2, 2)] * passes  # one array of tokens and log-probabilities per pass
     assert len(run.steps) == 2
     assert set(run.draft_sizes) <= {1, 2, 4, 8}
     assert passes <= 20
@@ -173,19 +177,19 @@ def test_the_selection_along_a_tree_is_compiled_once_per_shape(monkeypatch):
 
 
 def test_the_schedule_sets_the_number_of_draft_tokens(monkeypatch):
-    asked: dict[str, list[int]] = {}
+    draft_limits: dict[str, list[int]] = {}
 
     class Wrong(OracleDrafter):
         def __init__(self, schedule, right):
             self.schedule, self.right = schedule, right
 
-        def propose(self, rows, most, deepest, *_):
-            asked.setdefault(self.schedule, []).append(most[0])
+        def propose(self, rows, max_draft_tokens, max_depths, *_):
+            draft_limits.setdefault(self.schedule, []).append(max_draft_tokens[0])
             tree = DraftTree(rows[0].sequence[-1])
             count, node = len(rows[0].new_tokens), 0
-            for token in self.right[count : count + min(most[0], deepest[0])]:
-                # The third and fourth pass guess wrong.
-                node = tree.add(node, token if len(asked[self.schedule]) not in (3, 4) else (token + 1) % VOCAB)
+            for token in self.right[count : count + min(max_draft_tokens[0], max_depths[0])]:
+                # The drafts of the third and fourth pass are wrong.
+                node = tree.add(node, token if len(draft_limits[self.schedule]) not in (3, 4) else (token + 1) % VOCAB)
             return {0: tree}
 
     (plain,) = run_batch(compile_fake(1, max_new_tokens=40), [[3]])[1]
@@ -195,48 +199,48 @@ def test_the_schedule_sets_the_number_of_draft_tokens(monkeypatch):
         monkeypatch.setattr(
             speculative_decoding, "_make_drafter", lambda group, right=right, name=schedule: Wrong(name, right)
         )
-        assert_same_texts(run_batch(gen, [[3]])[1], [plain])
-    assert set(asked["constant"]) == {4}
-    assert asked["heuristic"][:7] == [4, 4, 4, 3, 2, 4, 4]
+        assert_same_results(run_batch(gen, [[3]])[1], [plain])
+    assert set(draft_limits["constant"]) == {4}
+    assert draft_limits["heuristic"][:7] == [4, 4, 4, 3, 2, 4, 4]
 
 
 def test_steps_are_reported_in_order_and_one_token_at_a_time():
     options = {"max_new_tokens": 30, "eos_token_id": EOS_TOKEN_IDS, "token_logprobs": True, "fake": SHORT_CONTEXT}
     prompts = [[3, 4, 5], [6], [], [7, 7]]
-    told: list[list[tuple[int, float]]] = [[] for _ in prompts]
+    reported: list[list[tuple[int, float]]] = [[] for _ in prompts]
     ended = [not prompt for prompt in prompts]
 
-    def heard(event):
+    def report(event):
         for row in range(len(prompts)):
             token, logprob = int(event["token"][row]), float(event["logprob"][row])
             assert np.isnan(logprob) == (token == -1)
             assert not (ended[row] and token >= 0)
             if token >= 0:
-                told[row].append((token, logprob))
+                reported[row].append((token, logprob))
             ended[row] = bool(event["finished"][row])
 
     plain = generation.generate(compile_fake(4, **options), prompts, [0] * 4)
     found = generation.generate(
-        compile_fake(4, prompt_lookup_num_tokens=6, **options), prompts, [0] * 4, on_token=heard
+        compile_fake(4, prompt_lookup_num_tokens=6, **options), prompts, [0] * 4, on_token=report
     )
     assert found == plain
-    assert told == [[tuple(token) for token in row] for row in plain]
+    assert reported == [[tuple(token) for token in row] for row in plain]
     assert all(ended)
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 5, 8, 13])
 def test_a_stop_inside_an_accepted_path_ends_the_row_there(at):
-    heard = []
+    stop_calls = []
 
     def stop(tokens):
-        heard.append(len(tokens))
+        stop_calls.append(len(tokens))
         return len(tokens) == at
 
     gen = compile_fake(2, fake={"memory": 1}, max_new_tokens=30, prompt_lookup_num_tokens=8)
     _, (first, second) = run_batch(gen, [[3], [4]], stop=[stop, None])
     assert (len(first.tokens), first.finish_reason) == (at, "stop")
     assert (len(second.tokens), second.finish_reason) == (30, "length")
-    assert heard == list(range(1, at + 1))
+    assert stop_calls == list(range(1, at + 1))
 
 
 def test_cancelling_ends_the_run_after_the_current_token():
@@ -258,7 +262,7 @@ def test_cancelling_ends_the_run_after_the_current_token():
 def test_groups_of_equal_length_use_drafts_too():
     options = {"max_new_tokens": 12, "fake": {"by_length": True, **SHORT_CONTEXT}}
     prompts = [[3, 4], [5], [6, 7], []]
-    assert_same_texts(
+    assert_same_results(
         run_batch(compile_fake(4, prompt_lookup_num_tokens=4, **options), prompts)[1],
         run_batch(compile_fake(4, **options), prompts)[1],
     )

@@ -1,4 +1,4 @@
-"""Guesses on real decoders: windows, softcaps, learned positions, ALiBi, GroupQueryAttention, 4 bits, float16."""
+"""Drafts on real decoders: windows, softcaps, learned positions, ALiBi, GroupQueryAttention, 4 bits, float16."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ LOGPROB = 2e-4  # the same sums in another order
 
 
 class PoisonedDecoders:
-    """One decoder of each model, whose steps stay compiled over the cases, and whose pools begin full of large numbers: what
-    no token of a row was written to must not count."""
+    """One decoder of each model, whose steps stay compiled over the cases, and whose pools start full of large numbers: a slot
+    that no token of a row was written to must not count."""
 
     decoders: dict[tuple[str, ...], Decoder] = {}  # noqa: RUF012 shared by all tests of the session
 
@@ -57,16 +57,18 @@ def _poison(run: Any) -> Any:
 
 
 def generate(name: str, loaded: Any, assistant: str | None = None, **options: Any) -> list[generation.GenerationResult]:
-    made = {"decoder": PoisonedDecoders.of(name, loaded(name))}
+    decoders = {"decoder": PoisonedDecoders.of(name, loaded(name))}
     if assistant is not None:
-        options["assistant_model"] = replace(loaded(assistant), tokenizer=None)  # its words are others, its ids as many
-        made["assistant_decoder"] = PoisonedDecoders.of(assistant, loaded(assistant), "assistant")
+        options["assistant_model"] = replace(
+            loaded(assistant), tokenizer=None
+        )  # its tokens differ, its vocabulary has the same size
+        decoders["assistant_decoder"] = PoisonedDecoders.of(assistant, loaded(assistant), "assistant")
     ctx = generation.context(loaded(name), token_logprobs=True, **{"do_sample": False, **options})
-    steps = generation.generate_steps(generation.compile(ctx, len(PROMPTS), **made), PROMPTS, SEEDS)
+    steps = generation.generate_steps(generation.compile(ctx, len(PROMPTS), **decoders), PROMPTS, SEEDS)
     return generation.run_to_end(steps)
 
 
-def assert_same_texts(found: list[generation.GenerationResult], plain: list[generation.GenerationResult]) -> None:
+def assert_same_results(found: list[generation.GenerationResult], plain: list[generation.GenerationResult]) -> None:
     for one, other in zip(found, plain, strict=True):
         assert [token.id for token in one.tokens] == [token.id for token in other.tokens]
         assert one.finish_reason == other.finish_reason
@@ -79,12 +81,12 @@ def assert_same_texts(found: list[generation.GenerationResult], plain: list[gene
 @given(
     options=st.fixed_dictionaries({}, optional=MODEL_PROCESSOR_SETTINGS),
     sampling=st.none() | st.fixed_dictionaries({"do_sample": st.just(True)}, optional=MODEL_SAMPLING_SETTINGS),
-    most=st.sampled_from([2, 5]),
+    max_draft_tokens=st.sampled_from([2, 5]),
 )
-def test_results_are_those_of_plain_decoding(name, loaded, options, sampling, most):
+def test_results_are_those_of_plain_decoding(name, loaded, options, sampling, max_draft_tokens):
     options = {**options, **(sampling or {}), "max_new_tokens": 16}
-    looking = {"prompt_lookup_num_tokens": most, "max_matching_ngram_size": 2}
-    assert_same_texts(generate(name, loaded, **looking, **options), generate(name, loaded, **options))
+    lookup = {"prompt_lookup_num_tokens": max_draft_tokens, "max_matching_ngram_size": 2}
+    assert_same_results(generate(name, loaded, **lookup, **options), generate(name, loaded, **options))
 
 
 @pytest.mark.parametrize(("name", "assistant"), [("llama", "mistral"), ("mistral", "llama_q4"), ("gemma2", "gemma2")])
@@ -92,20 +94,22 @@ def test_results_are_those_of_plain_decoding(name, loaded, options, sampling, mo
 @given(
     options=st.fixed_dictionaries({}, optional=MODEL_PROCESSOR_SETTINGS),
     sampling=st.none() | st.fixed_dictionaries({"do_sample": st.just(True)}, optional=MODEL_SAMPLING_SETTINGS),
-    most=st.sampled_from([2, 5]),
-    sure=st.sampled_from([0.0, 0.2]),
+    max_draft_tokens=st.sampled_from([2, 5]),
+    threshold=st.sampled_from([0.0, 0.2]),
 )
-def test_results_with_an_assistant_are_those_of_plain_decoding(name, assistant, loaded, options, sampling, most, sure):
+def test_results_with_an_assistant_are_those_of_plain_decoding(
+    name, assistant, loaded, options, sampling, max_draft_tokens, threshold
+):
     options = {**options, **(sampling or {}), "max_new_tokens": 16}
-    guessing = {"num_assistant_tokens": most, "assistant_confidence_threshold": sure}
-    assert_same_texts(generate(name, loaded, assistant, **guessing, **options), generate(name, loaded, **options))
+    drafting = {"num_assistant_tokens": max_draft_tokens, "assistant_confidence_threshold": threshold}
+    assert_same_results(generate(name, loaded, assistant, **drafting, **options), generate(name, loaded, **options))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "bloom", "gpt2"])
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.5}])
 def test_all_drafts_of_a_model_that_drafts_for_itself_are_accepted(name, loaded, sampling):
-    guessing = {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.0}
-    found = generate(name, loaded, name, max_new_tokens=20, eos_token_id=None, **guessing, **sampling)
+    drafting = {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.0}
+    found = generate(name, loaded, name, max_new_tokens=20, eos_token_id=None, **drafting, **sampling)
     for result in found:
         if result.tokens:
             assert result.draft_counts == (4, 15, 15)  # 19 tokens after the first: three passes of 5 and one of 4
@@ -113,11 +117,11 @@ def test_all_drafts_of_a_model_that_drafts_for_itself_are_accepted(name, loaded,
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_some_drafts_are_accepted(name, loaded):
-    """Tokens pushed up make texts that repeat themselves, so that long paths are kept: past the windows too."""
+    """Biases make rows repeat themselves, so that long paths are accepted: past the windows too."""
     bias = [[[70 + place, 71 + place], 60.0] for place in range(20)] + [[[90, 70], 60.0]]
     options = {"max_new_tokens": 40, "sequence_bias": bias, "eos_token_id": None}
     plain, found = generate(name, loaded, **options), generate(name, loaded, prompt_lookup_num_tokens=5, **options)
-    assert_same_texts(found, plain)
+    assert_same_results(found, plain)
     assert sum(result.draft_counts.accepted for result in found if result.draft_counts) > 20
 
 
@@ -144,7 +148,7 @@ def test_prompts_of_different_lengths_share_compiled_steps(loaded, monkeypatch):
     for length in (7, 7, 3, 6, 5, 7):
         generation.generate(gen, [([70, 71, 72] * 3)[:length]], [0])
         counts.append(len(traced))
-    # Prompts in parts of 4, 2 and 1; passes of 1, 2 and 4 nodes.
+    # Prompts in chunks of 4, 2 and 1; passes of 1, 2 and 4 nodes.
     assert counts[0] == counts[-1] <= 3 + 3
 
 
@@ -153,18 +157,18 @@ def test_speculative_decoding_uses_no_more_memory_and_compiles_few_shapes(loaded
     model = loaded("llama")
     decoder = Decoder(model.decoder, 4, max_positions=1024)
     ctx = generation.context(model, max_new_tokens=120, prompt_lookup_num_tokens=7, eos_token_id=None)
-    held = []
+    usage = []
     for _ in range(3):
         generation.generate(generation.compile(ctx, 4, decoder=decoder), PROMPTS, SEEDS)
         mx.clear_cache()
-        held.append((decoder.compilations, mx.get_active_memory()))
-    # The prompts' parts in one context, and passes of 1, 2, 4 and 8 nodes in at most three contexts.
-    assert held[0][0] == held[2][0] <= 5 + 4 * 3
-    assert held[2][1] <= held[1][1] + 2**16
+        usage.append((decoder.compilations, mx.get_active_memory()))
+    # The prompts' chunks in one context, and passes of 1, 2, 4 and 8 nodes in at most three contexts.
+    assert usage[0][0] == usage[2][0] <= 5 + 4 * 3
+    assert usage[2][1] <= usage[1][1] + 2**16
 
 
 def test_float16_differs_from_plain_decoding_only_at_ties(loaded):
-    """Half precision rounds sums of another order otherwise: a text may part from plain decoding's where two tokens are
+    """Half precision rounds sums of another order differently: tokens may differ from plain decoding's where two of them are
     within rounding of each other, and nowhere else."""
     options = {"max_new_tokens": 20, "eos_token_id": None}
     plain = generate("llama_fp16", loaded, **options)

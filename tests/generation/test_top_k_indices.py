@@ -1,4 +1,4 @@
-"""The best of many scores: against numpy's sort, over sizes around the borders of blocks, ties and removed scores."""
+"""top_k_indices against numpy's sort, over sizes around the borders of blocks, ties and removed scores."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mlx_transmuter.generation.logits.top_k_indices import top_k_indices
 
 @given(st.data(), st.integers(1, 3), st.integers(1, 700), st.sampled_from([2, 9, 10**6]))
 def test_the_indices_are_those_of_a_sort(data, rows, size, values):
-    """Of few different values many are equal, and some of the rest are removed."""
+    """With few different values many are equal, and some of the others are removed."""
     count = data.draw(st.integers(1, size))
     draw = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     scores = draw.integers(0, values, (rows, size)).astype(np.float32)
     scores[draw.random(scores.shape) < data.draw(st.sampled_from([0, 0.9]))] = -np.inf
-    places = np.array(top_k_indices(mx.array(scores), count))
-    assert (places.dtype, places.shape) == (np.int32, (rows, count))
-    for row, found in zip(scores, places, strict=True):
+    indices = np.array(top_k_indices(mx.array(scores), count))
+    assert (indices.dtype, indices.shape) == (np.int32, (rows, count))
+    for row, found in zip(scores, indices, strict=True):
         assert len(set(found.tolist())) == count
         assert sorted(row[found]) == sorted(row)[size - count :]
 
@@ -35,9 +35,9 @@ def test_nothing_of_the_size_of_a_vocabulary_is_partitioned(size, count, monkeyp
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_log_softmax_at_indices_has_the_bits_of_log_softmax(width):
-    draw = np.random.default_rng(width)
+def test_log_softmax_at_indices_has_the_bits_of_log_softmax(rows_per_prompt):
+    draw = np.random.default_rng(rows_per_prompt)
     scores = mx.array(draw.normal(size=(6, 97)).astype(np.float32) * 9)
-    places = mx.array(draw.integers(0, 97 * width, (6 // width, 5)).astype(np.int32))
-    wanted = mx.take_along_axis(log_softmax(scores).reshape(6 // width, -1), places, axis=1)
-    assert mx.array_equal(log_softmax_at(scores, places, width), wanted)
+    indices = mx.array(draw.integers(0, 97 * rows_per_prompt, (6 // rows_per_prompt, 5)).astype(np.int32))
+    expected = mx.take_along_axis(log_softmax(scores).reshape(6 // rows_per_prompt, -1), indices, axis=1)
+    assert mx.array_equal(log_softmax_at(scores, indices, rows_per_prompt), expected)
