@@ -61,7 +61,7 @@ class BeamSearch:
             for row, beam in enumerate(beams.running_beams, start=prompt * self.width):
                 scores[row] = beam.score
                 reads_tokens = bool(self.group.selection.host_names)
-                sequences[row] = [*self.group.prompt_of_row(row), *beam.tokens] if reads_tokens else []
+                sequences[row] = [*self.group.prompt_tokens(row), *beam.tokens] if reads_tokens else []
         return scores, sequences
 
     def take_candidates(self, packed: np.ndarray) -> tuple[list[int], np.ndarray, list[int]]:

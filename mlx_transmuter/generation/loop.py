@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-import mlx.core as mx
-import numpy as np
 
 from mlx_transmuter.generation.batch import Batch, StepOutput
 from mlx_transmuter.generation.beam_search import search_beams
 from mlx_transmuter.generation.drafts.speculative_decoding import decode_speculatively
 from mlx_transmuter.generation.generation_context import CompiledGeneration
-from mlx_transmuter.generation.logits.processor_state import ProcessorState
-from mlx_transmuter.generation.logits.token_selection import row_random_keys
+from mlx_transmuter.generation.plain_decoding import decode_tokens
 from mlx_transmuter.generation.prompt_cache import PromptCache
-from mlx_transmuter.generation.row import GenerationResult, Row
+from mlx_transmuter.generation.row import GenerationResult
 from mlx_transmuter.generation.row_group import RowGroup
 from mlx_transmuter.generation.stop_rules import StopCondition
 
@@ -79,60 +74,4 @@ def _generate_groups(batch: Batch) -> GenerationSteps:
 def _generate_group(group: RowGroup) -> Generator[StepOutput, None, None]:
     if group.batch.settings.num_beams > 1:
         return search_beams(group)
-    return decode_speculatively(group) if group.batch.compiled.max_draft_tokens else _decode_tokens(group)
-
-
-def _decode_tokens(group: RowGroup) -> Generator[StepOutput, None, None]:
-    """Greedy choice and sampling: one token per row and step."""
-    batch, unpack = group.batch, group.selection.unpack_token
-    rows = group.make_rows()
-    logits = group.prefill()
-    keys = row_random_keys(batch.seeds, group.rows_per_prompt) if batch.settings.do_sample else []
-    decoding = _TokenDecoding(group, rows, *group.initial_state(keys))
-    packed = None if logits is None else decoding.select(logits)
-    del logits
-    while packed is not None:
-        following = None
-        if decoding.runs_ahead and any(counts := decoding.continuing_rows(unread=1)):
-            following = decoding.select(group.step(packed[:, :1], counts))
-        read = np.array(packed)
-        yield batch.append_tokens(rows, {row: unpack(read[row]) for row in rows})
-        if batch.cancelled or not any(counts := decoding.continuing_rows(unread=0)):
-            break
-        packed = decoding.select(group.step(read[:, :1], counts)) if following is None else following
-    for index, row in rows.items():
-        batch.results[index] = row.to_result()
-
-
-@dataclass
-class _TokenDecoding:
-    """The rows of a group that get one token per step, with the state of their processors."""
-
-    group: RowGroup
-    rows: Mapping[int, Row]
-    state: ProcessorState
-    fixed: ProcessorState
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether a step is submitted before the token before it is read: the selection needs nothing of the host."""
-        return self.group.session.runs_ahead and not self.group.selection.host_names
-
-    def select(self, logits: mx.array) -> mx.array:
-        """Submits the selection of the rows' next tokens, and waits for it unless steps run ahead."""
-        group = self.group
-        sequences = [
-            self.rows[row].sequence if row in self.rows and self.rows[row].is_live else None for row in group.all_rows
-        ]
-        arrays = self.fixed | group.host_inputs.arrays_for(sequences)
-        packed, self.state = group.selection.select_tokens(logits, self.state, arrays)
-        del logits
-        group.session.evaluate(packed, *self.state.values(), wait=not self.runs_ahead)
-        return packed
-
-    def continuing_rows(self, unread: int) -> list[int]:
-        """Returns 1 for each row that gets a token after `unread` more, else 0."""
-        return [
-            int(row in self.rows and self.rows[row].is_live and self.rows[row].remaining_tokens > unread)
-            for row in self.group.all_rows
-        ]
+    return decode_speculatively(group) if group.batch.compiled.max_draft_tokens else decode_tokens(group)

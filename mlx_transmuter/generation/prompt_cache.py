@@ -65,16 +65,16 @@ class PromptCache:
         """Raises GenerationError for a run of a decoder that is not the cache's, or of prompts with positions of their
         own."""
         if self.module is not getattr(decoder, "module", None):
-            _refuse("one of another model")
+            _refuse("a cache of another model")
         if self.kv_cache.pool_specs != decoder.pool_specs:
             raise GenerationError(
                 "prompt_cache",
-                f"one with kv_bits={self.kv_bits}, kv_group_size={self.kv_group_size}, unlike this context",
+                f"a cache with kv_bits={self.kv_bits}, kv_group_size={self.kv_group_size}, unlike this context",
                 "keys and values that are quantized in the same way in both",
                 "pass both the same kv_bits and kv_group_size, or leave the cache out",
             )
         if has_positions:
-            _refuse("one, and prompts with positions of their own")
+            _refuse("a cache, and prompts with positions of their own")
 
     @property
     def max_tokens(self) -> int | None:
@@ -134,8 +134,8 @@ def _check_decoder(decoder: Decoder) -> None:
 
 
 def _refuse_decoder(found: str) -> NoReturn:
-    raise GenerationError("prompt_cache", found, "one whose keys and values follow from its tokens alone")
+    raise GenerationError("prompt_cache", found, "a decoder whose keys and values follow from its tokens alone")
 
 
 def _refuse(found: str) -> NoReturn:
-    raise GenerationError("prompt_cache", found, "one of this model, for prompts of tokens alone", "leave it out")
+    raise GenerationError("prompt_cache", found, "a cache of this model, for prompts of tokens alone", "leave it out")

@@ -40,14 +40,14 @@ class RowGroup:
         """Returns the index of the prompt that a row continues."""
         return self.batch.settings.prompt_of(row)
 
-    def prompt_of_row(self, row: int) -> list[int]:
+    def prompt_tokens(self, row: int) -> list[int]:
         """Returns the tokens of the prompt that a row continues."""
         return self.batch.prompts[self.prompt_of(row)]
 
     def _max_length(self, row: int) -> int:
         """Returns the most tokens that a row needs slots for, with its drafts."""
         batch, new_tokens = self.batch, self.batch.new_token_limits[self.prompt_of(row)]
-        size = clip_to_positions(len(self.prompt_of_row(row)) + new_tokens, batch.compiled.decoder.max_positions)
+        size = clip_to_positions(len(self.prompt_tokens(row)) + new_tokens, batch.compiled.decoder.max_positions)
         if not batch.compiled.max_draft_tokens:
             return size
         block_size = 1 if batch.prompt_cache is None else batch.prompt_cache.kv_cache.block_size
@@ -64,7 +64,7 @@ class RowGroup:
             paged = self.rows_per_prompt > 1 or batch.compiled.max_draft_tokens > 0
             return decoder.begin_session(self.max_lengths, extra_inputs, paged=paged)
         first_rows = {prompt * self.rows_per_prompt for prompt in self.prompt_indices}
-        prompts = [self.prompt_of_row(row) if row in first_rows else [] for row in self.all_rows]
+        prompts = [self.prompt_tokens(row) if row in first_rows else [] for row in self.all_rows]
         session = decoder.begin_session(
             self.max_lengths, extra_inputs, kv_cache=batch.prompt_cache.kv_cache, prompts=prompts
         )
@@ -78,7 +78,7 @@ class RowGroup:
         it.
         """
         first_rows = [prompt * self.rows_per_prompt for prompt in self.prompt_indices]
-        prompts = {row: self.prompt_of_row(row)[self.lengths[row] :] for row in first_rows}
+        prompts = {row: self.prompt_tokens(row)[self.lengths[row] :] for row in first_rows}
         if packed_rows := self._plan_packed_prefill(prompts):
             last = prefill_packed(self.session, prompts, packed_rows, self.batch)
             self.lengths = [len(prompts.get(row, ())) for row in self.all_rows]
@@ -111,7 +111,7 @@ class RowGroup:
         """Stores the rows' sequences in the prompt cache, where there is one; of a beam search, the prompts."""
         if self.batch.prompt_cache is not None:
             sequences = {
-                row: self._rows[row].sequence if row in self._rows else self.prompt_of_row(row)
+                row: self._rows[row].sequence if row in self._rows else self.prompt_tokens(row)
                 for row in self.member_rows
             }
             self.session.store_prefixes([sequences.get(row) for row in self.all_rows])
@@ -140,7 +140,7 @@ class RowGroup:
     def initial_state(self, keys: list[mx.array]) -> tuple[ProcessorState, ProcessorState]:
         """Returns the processors' state after the prompts, and the part of it that stays fixed."""
         batch = self.batch
-        prompts = [self.prompt_of_row(row) for row in self.all_rows]
+        prompts = [self.prompt_tokens(row) for row in self.all_rows]
         encoder_input_ids = [batch.encoder_input_ids[self.prompt_of(row)] for row in self.all_rows]
         # Where the positions end first, max_length is still the requested one.
         max_lengths = [len(prompt) + batch.context.new_token_limit(len(prompt)) if prompt else 0 for prompt in prompts]

@@ -45,7 +45,7 @@ class Setting:
     has_goldens: bool = False
 
 
-def _supported(
+def _supported_setting(
     note: str,
     check: ValueCheck,
     disabled_value: Any = None,
@@ -67,11 +67,11 @@ def _supported(
     return field(metadata={"setting": setting})
 
 
-def _neutral(note: str) -> Setting:
+def _neutral_setting(note: str) -> Setting:
     return Setting("neutral", note)
 
 
-def _refused(note: str, *harmless_values: Any) -> Setting:
+def _refused_setting(note: str, *harmless_values: Any) -> Setting:
     return Setting("refused", note, harmless_values=(None, *harmless_values))
 
 
@@ -81,117 +81,129 @@ class Settings:
     disabled_value of its Setting. The processors are listed in the order in which they apply."""
 
     # how many tokens
-    max_new_tokens: int | None = _supported("most new tokens of a row", setting_checks.integer(1))
-    max_length: int | None = _supported(
+    max_new_tokens: int | None = _supported_setting("most new tokens of a row", setting_checks.integer(1))
+    max_length: int | None = _supported_setting(
         "most tokens of a row, prompt included; max_new_tokens takes precedence",
         setting_checks.integer(1),
         has_goldens=False,
     )
-    stop_strings: tuple[str, ...] = _supported(
+    stop_strings: tuple[str, ...] = _supported_setting(
         "ends a row when its text contains one of them; needs a task with a tokenizer",
         setting_checks.strings,
         (),
         has_goldens=False,
     )
-    eos_token_id: tuple[int, ...] = _supported("one id or a list: each ends a row", setting_checks.token_ids, ())
+    eos_token_id: tuple[int, ...] = _supported_setting(
+        "one id or a list: each ends a row", setting_checks.token_ids, ()
+    )
     # how a token is selected
-    do_sample: bool = _supported("samples instead of taking the best token", setting_checks.boolean, False)
-    num_beams: int = _supported("beams of a prompt; above 1, beam search", setting_checks.integer(1), 1)
-    num_return_sequences: int = _supported(
+    do_sample: bool = _supported_setting("samples instead of taking the best token", setting_checks.boolean, False)
+    num_beams: int = _supported_setting("beams of a prompt; above 1, beam search", setting_checks.integer(1), 1)
+    num_return_sequences: int = _supported_setting(
         "results per prompt, by sampling or from the beams", setting_checks.integer(1), 1
     )
-    length_penalty: float = _supported("power of the length that divides a beam's score", setting_checks.number(), 1.0)
-    early_stopping: bool | str = _supported(
+    length_penalty: float = _supported_setting(
+        "power of the length that divides a beam's score", setting_checks.number(), 1.0
+    )
+    early_stopping: bool | str = _supported_setting(
         "when a beam search ends: True, False or 'never'", setting_checks.early_stopping, False
     )
     # processors, in the order in which they apply
-    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = _supported(
+    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = _supported_setting(
         "adds to the score of a token that completes a sequence", setting_checks.sequence_bias, ()
     )
-    encoder_repetition_penalty: float = _supported(
+    encoder_repetition_penalty: float = _supported_setting(
         "rewards (above 1) the tokens of the encoder, or of the prompt of a decoder-only model",
         setting_checks.number(above=0),
         1.0,
     )
-    repetition_penalty: float = _supported(
+    repetition_penalty: float = _supported_setting(
         "penalises (above 1) each token that a row already has", setting_checks.number(above=0), 1.0
     )
-    no_repeat_ngram_size: int = _supported("no n-gram of this size twice in a row", setting_checks.integer(0), 0)
-    encoder_no_repeat_ngram_size: int = _supported(
+    no_repeat_ngram_size: int = _supported_setting(
+        "no n-gram of this size twice in a row", setting_checks.integer(0), 0
+    )
+    encoder_no_repeat_ngram_size: int = _supported_setting(
         "no n-gram of this size of the encoder, or of the prompt", setting_checks.integer(0), 0
     )
-    bad_words_ids: tuple[tuple[int, ...], ...] = _supported(
+    bad_words_ids: tuple[tuple[int, ...], ...] = _supported_setting(
         "token sequences that are never completed", setting_checks.token_sequences, ()
     )
-    min_length: int = _supported("no eos while prompt and new tokens together are fewer", setting_checks.integer(0), 0)
-    min_new_tokens: int | None = _supported(
+    min_length: int = _supported_setting(
+        "no eos while prompt and new tokens together are fewer", setting_checks.integer(0), 0
+    )
+    min_new_tokens: int | None = _supported_setting(
         "no eos while the new tokens are fewer; replaces min_length", setting_checks.integer(0)
     )
-    forced_bos_token_id: int | None = _supported("the token after a prompt of one token", setting_checks.integer(0))
-    forced_eos_token_id: tuple[int, ...] = _supported(
+    forced_bos_token_id: int | None = _supported_setting(
+        "the token after a prompt of one token", setting_checks.integer(0)
+    )
+    forced_eos_token_id: tuple[int, ...] = _supported_setting(
         "one id or a list: the last token before max_length", setting_checks.token_ids, ()
     )
-    remove_invalid_values: bool = _supported(
+    remove_invalid_values: bool = _supported_setting(
         "NaN becomes 0, infinite the largest finite value", setting_checks.boolean, False, has_goldens=False
     )
-    exponential_decay_length_penalty: tuple[int, float] | None = _supported(
+    exponential_decay_length_penalty: tuple[int, float] | None = _supported_setting(
         "(start, factor): raises the score of the eos more with each token after start", setting_checks.decay_pair
     )
-    suppress_tokens: tuple[int, ...] = _supported(
+    suppress_tokens: tuple[int, ...] = _supported_setting(
         "tokens that are never selected", setting_checks.unbounded_token_ids, ()
     )
-    begin_suppress_tokens: tuple[int, ...] = _supported(
+    begin_suppress_tokens: tuple[int, ...] = _supported_setting(
         "tokens that are not selected first", setting_checks.unbounded_token_ids, ()
     )
-    temperature: float = _supported("divides the scores", setting_checks.number(above=0), 1.0, sampling_only=True)
-    top_k: int = _supported(
+    temperature: float = _supported_setting(
+        "divides the scores", setting_checks.number(above=0), 1.0, sampling_only=True
+    )
+    top_k: int = _supported_setting(
         "leaves the k best tokens and the ties of the last",
         setting_checks.integer(0),
         0,
         default=50,
         sampling_only=True,
     )
-    top_p: float = _supported(
+    top_p: float = _supported_setting(
         "leaves the fewest tokens whose probabilities reach p", setting_checks.number(0, 1), 1.0, sampling_only=True
     )
-    min_p: float | None = _supported(
+    min_p: float | None = _supported_setting(
         "leaves tokens of at least this fraction of the best one's probability",
         setting_checks.number(0, 1),
         sampling_only=True,
     )
-    typical_p: float = _supported(
+    typical_p: float = _supported_setting(
         "leaves the tokens whose surprise is nearest to the entropy",
         setting_checks.number(above=0, high=1),
         1.0,
         sampling_only=True,
     )
-    epsilon_cutoff: float = _supported(
+    epsilon_cutoff: float = _supported_setting(
         "leaves tokens of at least this probability", setting_checks.number(0, below=1), 0.0, sampling_only=True
     )
-    eta_cutoff: float = _supported(
+    eta_cutoff: float = _supported_setting(
         "epsilon_cutoff, lowered by the entropy", setting_checks.number(0, below=1), 0.0, sampling_only=True
     )
-    renormalize_logits: bool = _supported("log-softmax after all processors", setting_checks.boolean, False)
+    renormalize_logits: bool = _supported_setting("log-softmax after all processors", setting_checks.boolean, False)
     # drafts, several verified in one pass: the tokens are the same
-    prompt_lookup_num_tokens: int | None = _supported(
+    prompt_lookup_num_tokens: int | None = _supported_setting(
         "most draft tokens per pass, from what followed the row's last tokens before",
         setting_checks.integer(1),
         has_goldens=False,
     )
-    max_matching_ngram_size: int = _supported(
+    max_matching_ngram_size: int = _supported_setting(
         "most last tokens that prompt lookup searches for", setting_checks.integer(1), 2, has_goldens=False
     )
-    num_assistant_tokens: int = _supported(
+    num_assistant_tokens: int = _supported_setting(
         "most draft tokens of assistant_model per pass", setting_checks.integer(1), 20, has_goldens=False
     )
-    num_assistant_tokens_schedule: str = _supported(
+    num_assistant_tokens_schedule: str = _supported_setting(
         "constant, or heuristic: two draft tokens more after all were accepted (up to the most), else one fewer; for "
         "prompt lookup too",
         setting_checks.draft_schedule,
         "constant",
         has_goldens=False,
     )
-    assistant_confidence_threshold: float = _supported(
+    assistant_confidence_threshold: float = _supported_setting(
         "assistant_model drafts on while its own token has at least this probability",
         setting_checks.number(0, 1),
         0.0,
@@ -199,12 +211,12 @@ class Settings:
         has_goldens=False,
     )
     # special tokens that a task or the form of a result needs
-    bos_token_id: int | None = _supported(
+    bos_token_id: int | None = _supported_setting(
         "begins the decoder of an encoder-decoder without decoder_start_token_id",
         setting_checks.first_token_id,
         has_goldens=False,
     )
-    decoder_start_token_id: int | None = _supported(
+    decoder_start_token_id: int | None = _supported_setting(
         "begins the decoder of an encoder-decoder", setting_checks.first_token_id, has_goldens=False
     )
 
@@ -239,35 +251,35 @@ _ASSISTANT_NOTE = "read only with an assistant model of another vocabulary or of
 # Every name of generation_config.json: the supported ones, as Settings lists them, and the others.
 SETTINGS: dict[str, Setting] = {
     **{entry.name: entry.metadata["setting"] for entry in fields(Settings)},
-    "pad_token_id": _neutral("rows are returned without padding"),
+    "pad_token_id": _neutral_setting("rows are returned without padding"),
     # names that change no token
     **dict.fromkeys(
-        ("use_cache", "cache_implementation", "cache_config", "return_legacy_cache"), _neutral(_CACHE_NOTE)
+        ("use_cache", "cache_implementation", "cache_config", "return_legacy_cache"), _neutral_setting(_CACHE_NOTE)
     ),
-    **dict.fromkeys(("prefill_chunk_size", "compile_config", "disable_compile"), _neutral(_CACHE_NOTE)),
+    **dict.fromkeys(("prefill_chunk_size", "compile_config", "disable_compile"), _neutral_setting(_CACHE_NOTE)),
     **dict.fromkeys(
-        ("output_attentions", "output_hidden_states", "output_scores", "output_logits"), _neutral(_OUTPUT_NOTE)
+        ("output_attentions", "output_hidden_states", "output_scores", "output_logits"), _neutral_setting(_OUTPUT_NOTE)
     ),
-    "return_dict_in_generate": _neutral(_OUTPUT_NOTE),
-    "transformers_version": _neutral("the version that wrote the file"),
-    **dict.fromkeys(("is_assistant", "assistant_lookbehind", "target_lookbehind"), _neutral(_ASSISTANT_NOTE)),
+    "return_dict_in_generate": _neutral_setting(_OUTPUT_NOTE),
+    "transformers_version": _neutral_setting("the version that wrote the file"),
+    **dict.fromkeys(("is_assistant", "assistant_lookbehind", "target_lookbehind"), _neutral_setting(_ASSISTANT_NOTE)),
     # names that would change the tokens
-    "max_time": _refused("a limit in seconds gives other tokens on each machine: cancel the run instead"),
-    "num_beam_groups": _refused("diverse beam search left transformers in 4.57", 1),
-    "diversity_penalty": _refused("diverse beam search left transformers in 4.57", 0.0),
-    "penalty_alpha": _refused("contrastive search left transformers in 4.57", 0.0),
-    "dola_layers": _refused("DoLa left transformers in 4.57"),
-    "constraints": _refused("constrained beam search left transformers in 4.57"),
-    "force_words_ids": _refused("constrained beam search left transformers in 4.57"),
-    "low_memory": _refused("transformers 4.57 refuses it too", False),
-    "guidance_scale": _refused("classifier-free guidance runs a second prompt", 1.0),
-    "watermarking_config": _refused("pass the watermark as one of `processors`"),
-    "token_healing": _refused("heal the prompt before passing it", False),
-    "assistant_early_exit": _refused("pass a smaller model as `assistant_model`"),
-    "assistant_model": _refused("pass it to generation.context or to the task, as a Model"),
-    "prefix_allowed_tokens_fn": _refused("pass the constraint as one of `processors`"),
-    "logits_processor": _refused("pass them as `processors`"),
-    "stopping_criteria": _refused("pass `stop` to generation.generate_steps"),
+    "max_time": _refused_setting("a limit in seconds gives other tokens on each machine: cancel the run instead"),
+    "num_beam_groups": _refused_setting("diverse beam search left transformers in 4.57", 1),
+    "diversity_penalty": _refused_setting("diverse beam search left transformers in 4.57", 0.0),
+    "penalty_alpha": _refused_setting("contrastive search left transformers in 4.57", 0.0),
+    "dola_layers": _refused_setting("DoLa left transformers in 4.57"),
+    "constraints": _refused_setting("constrained beam search left transformers in 4.57"),
+    "force_words_ids": _refused_setting("constrained beam search left transformers in 4.57"),
+    "low_memory": _refused_setting("transformers 4.57 refuses it too", False),
+    "guidance_scale": _refused_setting("classifier-free guidance runs a second prompt", 1.0),
+    "watermarking_config": _refused_setting("pass the watermark as one of `processors`"),
+    "token_healing": _refused_setting("heal the prompt before passing it", False),
+    "assistant_early_exit": _refused_setting("pass a smaller model as `assistant_model`"),
+    "assistant_model": _refused_setting("pass it to generation.context or to the task, as a Model"),
+    "prefix_allowed_tokens_fn": _refused_setting("pass the constraint as one of `processors`"),
+    "logits_processor": _refused_setting("pass them as `processors`"),
+    "stopping_criteria": _refused_setting("pass `stop` to generation.generate_steps"),
 }
 
 

@@ -34,7 +34,7 @@ def test_nothing_of_the_size_of_a_vocabulary_is_partitioned(size, count, monkeyp
     assert [n < size / 8 for n in sizes] == [True, True]
 
 
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("rows_per_prompt", [1, 3])
 def test_log_softmax_at_indices_has_the_bits_of_log_softmax(rows_per_prompt):
     draw = np.random.default_rng(rows_per_prompt)
     scores = mx.array(draw.normal(size=(6, 97)).astype(np.float32) * 9)

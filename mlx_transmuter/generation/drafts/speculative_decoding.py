@@ -26,8 +26,8 @@ Drafter = AssistantDrafter | PromptLookupDrafter
 
 
 def decode_speculatively(group: RowGroup) -> Generator[StepOutput, None, None]:
-    """Greedy choice and sampling, several tokens per row and pass; each pass is evaluated once. Each StepOutput has one
-    token of a row, as without drafts."""
+    """Decodes the rows of a group, greedy or sampled, several tokens per row and pass; each pass is evaluated once.
+    Each StepOutput has one token of a row, as without drafts."""
     decoding = SpeculativeDecoding(group)
     try:
         yield from decoding.steps()

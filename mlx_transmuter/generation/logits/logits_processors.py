@@ -60,16 +60,18 @@ PROCESSOR_BUILDERS: dict[str, Callable[[Settings, int], LogitsProcessor]] = {
     "begin_suppress_tokens": lambda s, vocab: begin_suppress_tokens(
         s.begin_suppress_tokens, s.forced_bos_token_id is not None, vocab
     ),
-    "temperature": lambda s, _: _stateless(lambda scores: scores / s.temperature),
-    "top_k": lambda s, _: _stateless(lambda scores: top_k(scores, max(s.top_k, s.min_tokens_to_keep))),
-    "top_p": lambda s, _: _stateless(lambda scores: top_p(scores, s.top_p, s.min_tokens_to_keep)),
-    "min_p": lambda s, _: _stateless(lambda scores: min_p(scores, s.min_p or 0.0, s.min_tokens_to_keep)),
-    "typical_p": lambda s, _: _stateless(lambda scores: typical_p(scores, s.typical_p, s.min_tokens_to_keep)),
-    "epsilon_cutoff": lambda s, _: _stateless(
+    "temperature": lambda s, _: _stateless_processor(lambda scores: scores / s.temperature),
+    "top_k": lambda s, _: _stateless_processor(lambda scores: top_k(scores, max(s.top_k, s.min_tokens_to_keep))),
+    "top_p": lambda s, _: _stateless_processor(lambda scores: top_p(scores, s.top_p, s.min_tokens_to_keep)),
+    "min_p": lambda s, _: _stateless_processor(lambda scores: min_p(scores, s.min_p or 0.0, s.min_tokens_to_keep)),
+    "typical_p": lambda s, _: _stateless_processor(lambda scores: typical_p(scores, s.typical_p, s.min_tokens_to_keep)),
+    "epsilon_cutoff": lambda s, _: _stateless_processor(
         lambda scores: epsilon_cutoff(scores, s.epsilon_cutoff, s.min_tokens_to_keep)
     ),
-    "eta_cutoff": lambda s, _: _stateless(lambda scores: eta_cutoff(scores, s.eta_cutoff, s.min_tokens_to_keep)),
-    "renormalize_logits": lambda s, _: _stateless(log_softmax),
+    "eta_cutoff": lambda s, _: _stateless_processor(
+        lambda scores: eta_cutoff(scores, s.eta_cutoff, s.min_tokens_to_keep)
+    ),
+    "renormalize_logits": lambda s, _: _stateless_processor(log_softmax),
 }
 
 # When a setting that is on has no processor of its own, beside what its value says.
@@ -110,7 +112,7 @@ def _has_processor(settings: Settings, setting: str) -> bool:
     return settings.is_enabled(setting) and (setting not in EXTRA_CONDITIONS or EXTRA_CONDITIONS[setting](settings))
 
 
-def _stateless(process: Callable[[mx.array], mx.array]) -> LogitsProcessor:
+def _stateless_processor(process: Callable[[mx.array], mx.array]) -> LogitsProcessor:
     return LogitsProcessor((), lambda scores, state: process(scores))
 
 
