@@ -6,11 +6,11 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from mlx_transmuter.converters.graph.graph_view import GraphView
+from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.operator_sets import RANDOM_OPS
 from mlx_transmuter.program import Node, Program
 
-# Operators whose results differ from one run to the next.
-_NONDETERMINISTIC_OPS = ("Random", "Bernoulli", "Multinomial", "Dropout")
+_NONDETERMINISTIC_OPS = (*RANDOM_OPS, "Dropout")
 
 
 def first_equal_values(graph: GraphView) -> dict[str, str]:
@@ -27,7 +27,7 @@ def first_equal_values(graph: GraphView) -> dict[str, str]:
     outputs = {value.name for value in graph.program.outputs}
     first_nodes: dict[Hashable, Node] = {}
     for node in graph.nodes:
-        if node.op.startswith(_NONDETERMINISTIC_OPS) or any(
+        if is_op_type(node, *_NONDETERMINISTIC_OPS) or any(
             isinstance(value, Program | np.ndarray) for value in node.attrs.values()
         ):
             continue

@@ -30,6 +30,15 @@ def cast_output(node: Node, dtype: str) -> tuple[Node, Node]:
     return uncast, Node("Cast-9", (f"{output}.uncast",), (output,), {"to": ELEMENT_TYPE_CODES[dtype]}, node.name)
 
 
+def build_split(
+    value: str, sizes: Sequence[int], outputs: Sequence[str], axis: int = -1, name: str = ""
+) -> tuple[Node, dict[str, np.ndarray]]:
+    """Returns a split of the value into pieces of those sizes on the axis, and the constant that it reads them from."""
+    constant = f"{outputs[0]}.sizes"
+    split = Node("Split-18", (value, constant), tuple(outputs), {"axis": axis}, name)
+    return split, {constant: np.array(sizes, np.int64)}
+
+
 @dataclass
 class NodeBuilder:
     """New nodes and constants of a rewrite. Each value that it names is `prefix.suffix`.
@@ -73,10 +82,11 @@ class NodeBuilder:
 
     def add_split(self, value: str, sizes: Sequence[int], suffixes: tuple[str, ...], axis: int = -1) -> list[str]:
         """Adds a split of the value into pieces of those sizes on the axis. Returns the names of the pieces."""
-        names = tuple(f"{self.prefix}.{suffix}" for suffix in suffixes)
-        sizes_name = self.add_constant(f"{suffixes[0]}.sizes", np.array(sizes, np.int64))
-        self.nodes.append(Node("Split-18", (value, sizes_name), names, {"axis": axis}))
-        return list(names)
+        names = [f"{self.prefix}.{suffix}" for suffix in suffixes]
+        split, constants = build_split(value, sizes, names, axis)
+        self.nodes.append(split)
+        self.constants |= constants
+        return names
 
     def add_split_heads(self, value: str, heads: int, suffix: str) -> str:
         """Adds the value [rows, seq, heads · size] as [rows, heads, seq, size]. Returns the output's name."""

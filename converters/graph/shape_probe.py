@@ -86,6 +86,12 @@ class ShapeProbe:
         )
         return first if is_constant else None
 
+    def host_integers(self, name: str) -> list[np.ndarray] | None:
+        """The value for each size, if it is one of signed integers on the host; else None."""
+        values = [values.get(name) for values in self.step_values]
+        arrays = [value for value in values if isinstance(value, np.ndarray) and value.dtype.kind == "i"]
+        return arrays if len(arrays) == len(values) else None
+
     def shapes(self, name: str) -> list[tuple[int, ...]] | None:
         """The value's shape for each size, or None for a value that is no array."""
         values = [values.get(name) for values in self.step_values]

@@ -50,7 +50,9 @@ def test_a_cache_that_is_half_inside_is_kept_so():
 
 def test_a_cache_of_which_a_part_alone_is_half_inside_declines():
     program = half_inside(program_before("llama_fp16", use_half_precision_cache), 2)
-    assert skip_reasons(program, use_half_precision_cache) == ["a part of the cache alone is cast; wanted all of it"]
+    assert skip_reasons(program, use_half_precision_cache) == [
+        "only some tensors of the cache are cast to a half type; expected all"
+    ]
 
 
 def test_a_cache_that_is_rounded_on_its_way_out_stays():

@@ -143,7 +143,9 @@ def test_attention_with_projections_of_other_sizes_stays():
     program = change_first_node(
         program, "com.microsoft.Attention", attrs={**node.attrs, "qkv_hidden_sizes": [32, 32, 16]}
     )
-    assert skip_reasons(program, extract_attention_projections) == ["its projections are no weight of three like parts"]
+    assert skip_reasons(program, extract_attention_projections) == [
+        "its projections are not one weight of three equal parts"
+    ]
     assert apply_rewrite(program, extract_attention_projections)[1].replaced_count == 1
 
 
@@ -153,7 +155,7 @@ def test_positions_of_an_unknown_use_decline():
         node for node in program.nodes if node.op.startswith("Unsqueeze") and "Range" in node.inputs[0]
     ).outputs[0]
     program.nodes.append(Node("Sign-9", (value,), ("sign",)))
-    assert skip_reasons(program, expose_positions) == ["the use of positions by Sign-9 is not known"]
+    assert skip_reasons(program, expose_positions) == ["Sign-9 reads positions, and may mean columns"]
 
 
 def test_products_of_one_input_are_joined_and_keep_their_numbers(loaded):
@@ -165,7 +167,7 @@ def test_products_of_one_input_are_joined_and_keep_their_numbers(loaded):
     whole = after.tensors["model.layers.0.self_attn.qkv_proj.weight"].read()
     parts = [program.tensors[f"model.layers.0.self_attn.{name}_proj.weight"].read() for name in "qkv"]
     assert np.array_equal(whole, np.concatenate(parts))
-    split = next(node for node in after.nodes if node.op == "Split-13")
+    split = next(node for node in after.nodes if node.op_type == "Split")
     assert after.constants[split.inputs[1]].tolist() == [len(part) for part in parts]
 
 

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 from mlx_transmuter.converters.graph.constant_factors import strip_constant_factors
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.operator_sets import BROADCAST_OPS
 from mlx_transmuter.converters.graph.shape_probe import ShapeProbe
 from mlx_transmuter.converters.passes.attention.cache_pair_views import CachePairView, find_cache_views
-
-# Operators that repeat or reshape a value and leave its elements as they are.
-BROADCAST_OPS = ("Reshape", "Expand", "Unsqueeze", "Squeeze", "Transpose", "Cast", "Identity", "Tile")
 
 
 class UnsupportedAttention(Exception):

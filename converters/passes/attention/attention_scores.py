@@ -11,12 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mlx_transmuter.converters.graph.constant_factors import strip_constant_factor, strip_constant_factors
+from mlx_transmuter.converters.graph.operator_sets import BROADCAST_OPS, VALUE_KEEPING_OPS
 from mlx_transmuter.converters.graph.shape_probe import ShapeProbe
-from mlx_transmuter.converters.passes.attention.attention_context import (
-    BROADCAST_OPS,
-    AttentionContext,
-    UnsupportedAttention,
-)
+from mlx_transmuter.converters.passes.attention.attention_context import AttentionContext, UnsupportedAttention
 from mlx_transmuter.converters.passes.attention.cache_pair_views import CachePairView
 from mlx_transmuter.converters.passes.attention.score_masks import HIDDEN_THRESHOLD, AddedMask, BooleanMask, ScoreMask
 from mlx_transmuter.program import Node
@@ -153,9 +150,7 @@ def _match_constant_factor(context: AttentionContext, node: Node) -> AttentionSc
 _MATCHERS: dict[str, Callable[[AttentionContext, Node], AttentionScores]] = {
     "MatMul": _match_key_product,
     "com.microsoft.FusedMatMul": _match_key_product,
-    "Cast": _match_first_input,
-    "Identity": _match_first_input,
-    "Dropout": _match_first_input,
+    **dict.fromkeys(VALUE_KEEPING_OPS, _match_first_input),
     "Reshape": _match_reshape,
     "Where": _match_where_mask,
     "Sub": _match_largest_subtracted,

@@ -1,99 +1,115 @@
-"""Together: what a joined product gives is parted into heads at once, its queries and keys are rotated at once, and its
-keys and values are kept at once."""
+"""Heads of a merged product: queries, keys and values are split into heads in one node, queries and keys rotated in one
+node, and keys and values stored in one pool as one value.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from mlx_transmuter.converters.graph.graph_view import GraphView
+from mlx_transmuter.converters.graph.node_builder import build_split
 from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement
+from mlx_transmuter.converters.graph.slices import split_sizes
+from mlx_transmuter.ops import OPERATORS, bind_inputs
 from mlx_transmuter.program import Node
 
 
 def fuse_qkv_heads(graph: GraphView) -> Iterator[MatchOutcome]:
-    """Split(x) into parts that mlx.split_heads parts → mlx.split_heads(x), then Split; where mlx.rotary turns the first
-    two parts alike, it turns them before they are split. Where mlx.attention keeps the last two in one pool, they stay
-    one."""
-    order = {id(node): i for i, node in enumerate(graph.nodes)}
+    """Replaces mlx.split_heads of each output of Split(x) by Split(mlx.split_heads(x)).
+
+    Where mlx.rotary rotates the first two outputs by the same angles, it rotates them in one node, before that split.
+    Where mlx.attention stores the last two in one pool, they stay one value.
+    """
     for node in graph.nodes:
-        parted = _find_head_splits(graph, node)
-        if not parted:
-            continue
-        heads = [int(one.attrs["heads"]) for one in parted]
-        ends = [one.outputs[0] for one in parted]
-        whole = f"{node.outputs[0]}.heads"
-        made = Node("mlx.split_heads", node.inputs[:1], (whole,), {"heads": sum(heads)}, parted[0].name)
-        rotated = _find_equal_rotations(graph, ends[:2], order)
-        turned = [graph.consumers(end)[0].outputs[0] for end in ends[:2]] if rotated else ends[:2]
-        attention = _find_shared_pool_attention(graph, [*turned, *ends[2:]], heads)
-        both = f"{whole}.both"
+        parts = _find_head_splits(graph, node)
+        if parts:
+            yield from _fuse_heads(graph, node, parts)
+
+
+def _fuse_heads(graph: GraphView, split: Node, parts: Sequence[Node]) -> Iterator[Replacement]:
+    """split: the Split of the merged product; parts: the mlx.split_heads of each of its outputs."""
+    heads, names = [int(part.attrs["heads"]) for part in parts], [part.outputs[0] for part in parts]
+    merged = f"{split.outputs[0]}.heads"
+    split_heads = Node("mlx.split_heads", split.inputs[:1], (merged,), {"heads": sum(heads)}, parts[0].name)
+    rotations = _find_equal_rotations(graph, names[:2])
+    rotated = [graph.consumers(name)[0].outputs[0] for name in names[:2]] if rotations else names[:2]
+    attention = _find_shared_pool_attention(graph, [*rotated, *names[2:]], heads)
+    sizes, outputs = heads, [*rotated, *names[2:]]
+    if attention is not None:
+        sizes, outputs = [heads[0], sum(heads[1:])], [rotated[0], f"{merged}.both"]
+        yield Replacement(attention, (_with_inputs(attention, q=rotated[0], k=outputs[1], v=""),))
+    if rotations is None:
+        pieces, constants = build_split(merged, sizes, outputs, axis=1)
+        yield Replacement(split, (split_heads, pieces), constants=constants)
+    else:
+        first, last = rotations
+        rotary_input, rotary_output = merged, f"{merged}.turned"
+        attrs = last.attrs
         if attention is not None:
-            yield Replacement(attention, (replace(attention, inputs=(turned[0], both, "", *attention.inputs[3:])),))
-        if rotated is not None:
-            early, late = rotated
-            alike, after = f"{whole}.alike", f"{whole}.turned"
-            if attention is not None:  # the values are turned too, by an angle of 0
-                yield Replacement(node, (made,))
-                attrs = {**late.attrs, "heads": sum(heads[:2])}
-                rotary = Node("mlx.rotary", (whole, *late.inputs[1:]), (after,), attrs, late.name)
-                second, constants = _build_split(after, [heads[0], sum(heads[1:])], [turned[0], both])
-            else:
-                first, constants = _build_split(whole, [sum(heads[:2]), *heads[2:]], [alike, *ends[2:]])
-                yield Replacement(node, (made, first), constants=constants)
-                rotary = Node("mlx.rotary", (alike, *late.inputs[1:]), (after,), late.attrs, late.name)
-                second, constants = _build_split(after, heads[:2], turned)
-            yield Replacement(late, (rotary, second), constants=constants)
-            yield Replacement(early, ())
+            attrs = {**attrs, "heads": sum(heads[:2])}  # the values of the pool go through the rotation unrotated
+            yield Replacement(split, (split_heads,))
         else:
-            sizes, outputs = ([heads[0], sum(heads[1:])], [ends[0], both]) if attention is not None else (heads, ends)
-            split, constants = _build_split(whole, sizes, outputs)
-            yield Replacement(node, (made, split), constants=constants)
-        yield from (Replacement(one, ()) for one in parted)
+            rotary_input, sizes, outputs = f"{merged}.alike", heads[:2], rotated
+            pieces, constants = build_split(merged, [sum(heads[:2]), *heads[2:]], [rotary_input, *names[2:]], axis=1)
+            yield Replacement(split, (split_heads, pieces), constants=constants)
+        rotary = Node("mlx.rotary", (rotary_input, *last.inputs[1:]), (rotary_output,), attrs, last.name)
+        pieces, constants = build_split(rotary_output, sizes, outputs, axis=1)
+        yield Replacement(last, (rotary, pieces), constants=constants)
+        yield Replacement(first, ())
+    yield from (Replacement(part, ()) for part in parts)
 
 
-def _build_split(source: str, sizes: Sequence[int], outputs: Sequence[str]) -> tuple[Node, dict[str, np.ndarray]]:
-    """A Split of the heads of source, and the constant that says how many each output has."""
-    name = f"{source}.sizes"
-    return Node("Split-13", (source, name), tuple(outputs), {"axis": 1}), {name: np.array(sizes, np.int64)}
+def _with_inputs(node: Node, **values: str) -> Node:
+    """Returns the node with other values for the inputs of those names."""
+    inputs = list(node.inputs)
+    for name, value in values.items():
+        inputs[OPERATORS[node.op].input_number(name)] = value
+    return replace(node, inputs=tuple(inputs))
 
 
 def _find_shared_pool_attention(graph: GraphView, qkv: Sequence[str], heads: Sequence[int]) -> Node | None:
-    """The attention of these queries, keys and values, if it is all that reads the last two, and has one pool for them;
-    else None."""
+    """Returns the attention of these queries, keys and values, if it has one pool for the last two; else None.
+
+    Nothing else may read these two.
+    """
     node = graph.only_consumer(qkv[-1]) if len(qkv) == 3 and heads[1] == heads[2] else None
-    if node is None or node.op != "mlx.attention" or node.inputs[4] or list(node.inputs[:3]) != list(qkv):
+    if node is None or node.op != "mlx.attention" or graph.only_consumer(qkv[1]) is not node:
         return None
-    return node if graph.only_consumer(qkv[1]) is node else None
+    inputs = bind_inputs(node)
+    reads_qkv = [inputs.get(name) for name in "qkv"] == list(qkv)
+    return node if reads_qkv and "value_pool" not in inputs else None
 
 
 def _find_head_splits(graph: GraphView, node: Node) -> list[Node]:
-    """The nodes that part each output of a Split of the last axis into heads of one size; [] for anything else."""
-    sizes = graph.constant(node.inputs[1]) if node.op.startswith("Split-") and len(node.inputs) > 1 else None
-    if sizes is None or node.attrs.get("axis", 0) not in (-1, 2) or len(node.outputs) < 2:
+    """Returns the mlx.split_heads of each output of a Split of the last axis; [] where their heads differ in size."""
+    sizes = split_sizes(graph, node)
+    if sizes is None or len(node.outputs) < 2 or node.attrs.get("axis", 0) not in (-1, 2):
         return []
-    parted = [graph.only_consumer(output) for output in node.outputs]
-    found = [one for one in parted if one is not None and one.op == "mlx.split_heads"]
-    if len(found) != len(node.outputs):
+    consumers = [graph.only_consumer(output) for output in node.outputs]
+    parts = [consumer for consumer in consumers if consumer is not None and consumer.op == "mlx.split_heads"]
+    if len(parts) != len(node.outputs):
         return []
-    dims = {size / one.attrs["heads"] for size, one in zip(sizes.tolist(), found, strict=True)}
-    return found if len(dims) == 1 else []
+    head_dims = {size / part.attrs["heads"] for size, part in zip(sizes, parts, strict=True)}
+    return parts if len(head_dims) == 1 else []
 
 
-def _find_equal_rotations(graph: GraphView, values: Sequence[str], order: dict[int, int]) -> tuple[Node, Node] | None:
-    """The nodes that rotate both values by the same angles, the earlier one first, or None."""
-    found = [graph.only_consumer(end) for end in values]
-    if any(
-        one is None or one.op != "mlx.rotary" or one.inputs[0] != end for one, end in zip(found, values, strict=True)
-    ):
+def _find_equal_rotations(graph: GraphView, values: Sequence[str]) -> tuple[Node, Node] | None:
+    """Returns the nodes that rotate both values by the same angles, in the order of the graph, or None."""
+    rotations = [node for value in values if (node := _rotation_of(graph, value)) is not None]
+    if len(rotations) != 2:
         return None
-    early, late = sorted((one for one in found if one is not None), key=lambda one: order[id(one)])
-    if (early.inputs[1:], early.attrs) != (late.inputs[1:], late.attrs):
+    first, last = graph.in_order(rotations)
+    if (first.inputs[1:], first.attrs) != (last.inputs[1:], last.attrs):
         return None
-    tables = [graph.shape_probe and graph.shape_probe.shapes(name) for name in late.inputs[1:]]
-    if any(shapes and shapes[0][1] != 1 for shapes in tables):  # a table for each head, and so for each value its own
+    tables = [graph.shape_probe and graph.shape_probe.shapes(name) for name in last.inputs[1:]]
+    if any(shapes and shapes[0][1] != 1 for shapes in tables):  # a table for each head, so not for queries and keys
         return None
-    readers = graph.consumers(early.outputs[0])
-    return (early, late) if all(order.get(id(one), -1) > order[id(late)] for one in readers) else None
+    readers = graph.consumers(first.outputs[0])
+    return (first, last) if all(graph.position(reader) > graph.position(last) for reader in readers) else None
+
+
+def _rotation_of(graph: GraphView, value: str) -> Node | None:
+    """Returns the mlx.rotary that alone reads the value, as what it rotates."""
+    node = graph.only_consumer(value)
+    return node if node is not None and node.op == "mlx.rotary" and node.inputs[0] == value else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
+from mlx_transmuter.converters.graph.operator_sets import VALUE_KEEPING_OPS
 from mlx_transmuter.converters.graph.rewriting import MatchOutcome, SkippedMatch
 from mlx_transmuter.converters.graph.shape_probe import ShapeProbe
 from mlx_transmuter.converters.passes.attention.attention_context import AttentionContext, UnsupportedAttention
@@ -99,7 +100,7 @@ def _keeps_weights(context: AttentionContext, node: Node, weights: str) -> bool:
         return node.inputs[2] == weights and context.graph.producer(node.inputs[0], "IsNaN") is not None
     if is_op_type(node, "Reshape"):
         return keeps_last_two_axes(context.probe, weights, node.outputs[0])
-    return is_op_type(node, "Cast", "Dropout", "Identity")
+    return is_op_type(node, *VALUE_KEEPING_OPS)
 
 
 def _drops_last_column(probe: ShapeProbe, node: Node) -> bool:

@@ -1,31 +1,35 @@
-"""Stored: what a graph does to a weight before it uses it is done to it once, at conversion."""
+"""Transforms of weights: a cast, reshape or transpose of a weight is computed once, at conversion."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import ml_dtypes
+import numpy as np
 
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
 from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement
-from mlx_transmuter.converters.onnx_reader.lazy_tensor import LAYER_FLOAT_TYPES, LazyTensor
+from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
 from mlx_transmuter.ops import ELEMENT_TYPE_NAMES
 from mlx_transmuter.program import Node
 
+_NUMPY_FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
 
 def fold_weight_transforms(graph: GraphView) -> Iterator[MatchOutcome]:
-    """Cast of a weight from a float type to another, Reshape, Unsqueeze and Transpose of it → the weight so.
+    """Replaces Cast from a float type to another, Reshape, Unsqueeze and Transpose of a weight by a new weight.
 
     The transpose of a matrix stays: products and tables read it as it is, and a tied head finds its table by it.
     """
     weights = {name: (name, tensor) for name, tensor in graph.program.tensors.items()}
     taken = set(weights)
     for node in graph.nodes:
-        name = node.inputs[0] if node.inputs else ""
-        weight, source = weights.get(name, ("", None))
+        source_name, source = weights.get(node.inputs[0] if node.inputs else "", ("", None))
         tensor = _transform_weight(graph, node, source) if source is not None else None
         if tensor is None:
             continue
-        weight = f"{weight}_{node.op.partition('-')[0].lower()}"
+        weight = f"{source_name}_{node.op_type.lower()}"
         while weight in taken:
             weight += "_2"
         taken.add(weight)
@@ -34,32 +38,48 @@ def fold_weight_transforms(graph: GraphView) -> Iterator[MatchOutcome]:
 
 
 def _transform_weight(graph: GraphView, node: Node, source: LazyTensor) -> LazyTensor | None:
-    """The weight after the node, read when it is used; None for a node that is none of these."""
+    """Returns the weight after the node, computed when it is read; None for a node that is no such transform."""
     if is_op_type(node, "Cast"):
-        kind = ELEMENT_TYPE_NAMES.get(node.attrs.get("to", 0), "")
-        return source.cast(kind) if {kind, source.dtype} <= {*LAYER_FLOAT_TYPES} else None
+        return _cast_weight(node, source)
     if is_op_type(node, "Transpose") and len(source.shape) != 2:
-        axes = range(len(source.shape))
-        perm = list(node.attrs.get("perm", axes[::-1]))
-        return source.transpose(perm) if sorted(perm) == list(axes) else None
-    if is_op_type(node, "Reshape") or is_op_type(node, "Unsqueeze"):
-        shape = _reshaped_shape(graph, node, source)
-        return source.reshape(shape) if shape is not None else None
-    return None
-
-
-def _reshaped_shape(graph: GraphView, node: Node, source: LazyTensor) -> tuple[int, ...] | None:
-    """The shape after a Reshape or an Unsqueeze of the weight, if it is known."""
+        return _transpose_weight(node, source)
+    shape = None
     constant = graph.constant(node.inputs[1]) if len(node.inputs) > 1 else None
-    if constant is None:
+    if constant is not None and is_op_type(node, "Reshape"):
+        shape = _reshaped_shape(source, [int(size) for size in constant.ravel()])
+    elif constant is not None and is_op_type(node, "Unsqueeze"):
+        shape = _unsqueezed_shape(source, [int(axis) for axis in constant.ravel()])
+    return LazyTensor(source.dtype, shape, lambda: source.read().reshape(shape)) if shape is not None else None
+
+
+def _cast_weight(node: Node, source: LazyTensor) -> LazyTensor | None:
+    dtype = ELEMENT_TYPE_NAMES.get(node.attrs.get("to", 0), "")
+    if dtype not in _NUMPY_FLOATS or source.dtype not in _NUMPY_FLOATS:
         return None
-    wanted = [int(size) for size in constant.ravel()]
-    if is_op_type(node, "Unsqueeze"):
-        rank = len(source.shape) + len(wanted)
-        axes = {axis % rank for axis in wanted if -rank <= axis < rank}
-        rest = iter(source.shape)
-        return tuple(1 if i in axes else next(rest) for i in range(rank)) if len(axes) == len(wanted) else None
-    sizes = [source.shape[i] if size == 0 and i < len(source.shape) else size for i, size in enumerate(wanted)]
+    return LazyTensor(dtype, source.shape, lambda: source.read().astype(_NUMPY_FLOATS[dtype]))
+
+
+def _transpose_weight(node: Node, source: LazyTensor) -> LazyTensor | None:
+    axes = range(len(source.shape))
+    perm = list(node.attrs.get("perm", axes[::-1]))
+    if sorted(perm) != list(axes):
+        return None
+    return LazyTensor(source.dtype, tuple(source.shape[axis] for axis in perm), lambda: source.read().transpose(perm))
+
+
+def _unsqueezed_shape(source: LazyTensor, new_axes: Sequence[int]) -> tuple[int, ...] | None:
+    """Returns the shape after an Unsqueeze, or None for axes that the result does not have."""
+    rank = len(source.shape) + len(new_axes)
+    axes = {axis % rank for axis in new_axes if -rank <= axis < rank}
+    if len(axes) != len(new_axes):
+        return None
+    old_sizes = iter(source.shape)
+    return tuple(1 if axis in axes else next(old_sizes) for axis in range(rank))
+
+
+def _reshaped_shape(source: LazyTensor, target: Sequence[int]) -> tuple[int, ...] | None:
+    """Returns the shape after a Reshape to `target`, in which 0 keeps a size and -1 takes the rest; None if invalid."""
+    sizes = [source.shape[i] if size == 0 and i < len(source.shape) else size for i, size in enumerate(target)]
     known = math.prod(size for size in sizes if size != -1)
     shape = tuple(source.size // known if size == -1 and known else size for size in sizes)
     return shape if math.prod(shape) == source.size and min(shape, default=1) >= 0 else None
