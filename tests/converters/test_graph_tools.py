@@ -1,7 +1,8 @@
-"""What rewrites share: the graph view, slices, sets of operators, layers by path, and the node builder."""
+"""What rewrites share: the graph view, patterns, subgraphs, slices, sets of operators, layers, the node builder."""
 
 from __future__ import annotations
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -9,8 +10,18 @@ from mlx_transmuter.converters.graph import operator_sets
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
 from mlx_transmuter.converters.graph.layer_view import LayerView, name_arrays
 from mlx_transmuter.converters.graph.node_builder import NodeBuilder, unique_name
+from mlx_transmuter.converters.graph.patterns import (
+    AnyOf,
+    ConstantScalar,
+    ConstantVector,
+    Op,
+    OptionalOp,
+    Var,
+    match_pattern,
+)
 from mlx_transmuter.converters.graph.shape_probe import ShapeProbe
 from mlx_transmuter.converters.graph.slices import Slice, slice_of, sliced_axis, split_sizes
+from mlx_transmuter.converters.graph.subgraph import Subgraph, evaluate_nodes, evaluate_outputs
 from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
 from mlx_transmuter.ops import OPERATORS
 from mlx_transmuter.program import Node, Program, Value, WeightInfo
@@ -49,7 +60,7 @@ def test_a_scalar_is_a_constant_of_one_element():
 
 
 def test_positions_follow_the_order_of_the_nodes():
-    nodes = [Node("Neg-13", (x,), (y,)) for x, y in ("xa", "ab", "bc")]
+    nodes = [Node("Neg-6", (x,), (y,)) for x, y in ("xa", "ab", "bc")]
     graph = graph_of(*nodes)
     assert [graph.position(node) for node in nodes] == [0, 1, 2]
     assert graph.in_order(nodes[::-1]) == nodes
@@ -79,7 +90,7 @@ def test_a_slice_of_one_axis():
         slice_node("b", "e", "two", "s"),
         slice_node("b", "x", "a", "s"),
         slice_node("b", "e", "a", ""),
-        Node("Neg-13", ("x",), ("y",)),
+        Node("Neg-6", ("x",), ("y",)),
     ],
     ids=str,
 )
@@ -94,7 +105,80 @@ def test_the_axis_of_a_slice_whose_ends_are_not_constant():
     assert sliced_axis(graph, probe, Node("Split-13", ("x",), ("y", "z"), {"axis": -2})) == 1
     assert sliced_axis(graph, probe, Node("Split-13", ("x",), ("y", "z"))) == 0
     assert sliced_axis(graph, probe, slice_node("x", "x", "two")) is None
-    assert sliced_axis(graph, probe, Node("Neg-13", ("x",), ("y",))) is None
+    assert sliced_axis(graph, probe, Node("Neg-6", ("x",), ("y",))) is None
+
+
+def chain() -> GraphView:
+    """x → Neg → a → Exp → b, Shape(x) → s, Add(b, one) → c, Reshape(c, s) → y."""
+    nodes = [
+        Node("Neg-6", ("x",), ("a",)),
+        Node("Exp-6", ("a",), ("b",)),
+        Node("Shape-1", ("x",), ("s",)),
+        Node("Add-7", ("b", "one"), ("c",)),
+        Node("Reshape-5", ("c", "s"), ("y",)),
+    ]
+    return graph_of(*nodes, one=np.float32(1))
+
+
+def test_a_subgraph_computes_its_output_from_the_values_of_its_boundary():
+    graph, step_values = chain(), {"s": np.array([2, 1])}
+    subgraph = Subgraph.collect(graph, step_values, "y", {"a"}, max_nodes=3)
+    assert subgraph is not None
+    assert [node.op_type for node in subgraph.nodes] == ["Exp", "Add", "Reshape"]
+    assert list(subgraph.shapes) == ["s"]
+    value = subgraph.evaluate({"a": mx.array([0.0, 1.0])})
+    assert value is not None
+    np.testing.assert_allclose(np.array(value), np.exp([[0.0], [1.0]]) + 1, rtol=1e-6)
+    assert subgraph.evaluate({"a": mx.zeros((3,))}) is None  # which has no shape [2, 1]
+
+
+def test_a_subgraph_that_is_too_large_or_reads_other_values_is_none():
+    graph, step_values = chain(), {"s": np.array([2, 1])}
+    assert Subgraph.collect(graph, step_values, "y", {"a"}, max_nodes=2) is None
+    assert Subgraph.collect(graph, step_values, "y", {"elsewhere"}, max_nodes=9) is None
+    assert Subgraph.collect(graph, {}, "y", {"a"}, max_nodes=9) is None
+
+
+def test_a_chain_of_nodes_is_computed_in_order():
+    nodes = chain().nodes[:2]
+    values = evaluate_nodes(nodes, {"x": np.array([0.0, -1.0], np.float32)})
+    np.testing.assert_allclose(values["b"], np.exp([0.0, 1.0]), rtol=1e-6)
+
+
+def test_outputs_of_a_part_of_a_program():
+    graph = chain()
+    values = evaluate_outputs(graph.program, {"x": mx.array([0.0, -1.0])}, ["b", "a"])
+    assert list(values) == ["b", "a"]
+    np.testing.assert_allclose(np.array(values["b"]), np.exp([0.0, 1.0]), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "bindings"),
+    [
+        (Op("Add", ConstantScalar("one", 1.0), Op("Exp", Var("a"))), {"one": "one", "a": "a"}),  # in either order
+        (Op("Add", Op("Exp", OptionalOp("Neg", Var("x")), name="b"), ConstantScalar()), {"b": "b", "x": "a"}),
+        (Op("Add", Op("Exp", Op("Neg", Var("x"))), Var("x")), None),  # two values of one name
+        (Op("Add", AnyOf(Op("Neg", Var("z")), Op("Exp", Var("z"))), Var("c")), {"z": "a", "c": "one"}),
+        (Op("Add", Var("b"), ConstantScalar("", 2.0)), None),
+        (Op("Add", Var("b"), ConstantVector("w")), None),
+        (Op("Sub", Var("b"), Var("c")), None),
+    ],
+    ids=str,
+)
+def test_a_pattern_binds_values(pattern, bindings):
+    graph = chain()
+    (add,) = (node for node in graph.nodes if node.op_type == "Add")
+    assert match_pattern(graph, add, pattern) == bindings
+
+
+def test_a_constant_vector_is_a_constant_or_a_weight_of_one_long_axis():
+    nodes = [Node("Mul-7", ("x", name), (f"{name}y",)) for name in ("row", "column", "scalar", "weight")]
+    graph = graph_of(*nodes, row=[[1.0, 2.0]], column=[[1.0], [2.0]], scalar=[1.0])
+    weight = LazyTensor("float32", (1, 1, 3), lambda: np.zeros((1, 1, 3), np.float32))
+    graph = GraphView(graph.program.with_tensors({"weight": weight}))
+    pattern = Op("Mul", Var("x"), ConstantVector("w"))
+    matches = [match_pattern(graph, node, pattern) for node in graph.nodes]
+    assert matches == [{"x": "x", "w": "row"}, None, None, {"x": "x", "w": "weight"}]
 
 
 def test_the_sizes_of_a_split():

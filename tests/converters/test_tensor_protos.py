@@ -12,7 +12,7 @@ import toy
 from onnx import TensorProto, helper, numpy_helper
 
 from mlx_transmuter.converters.errors import ConvertError
-from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor, concatenate_tensors, stack_tensors
+from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
 from mlx_transmuter.converters.onnx_reader.reader import read_onnx
 from mlx_transmuter.converters.onnx_reader.tensor_protos import tensor_from_proto
 from mlx_transmuter.converters.pipeline import convert
@@ -95,28 +95,6 @@ def test_a_type_that_is_not_known_is_refused():
     for code in (0, 99):
         with pytest.raises(ConvertError, match=f"'t' of type {code}"):
             tensor_from_proto(TensorProto(name="t", data_type=code, dims=[1], raw_data=b"1234"), "f")
-
-
-def test_a_transposed_tensor_has_the_original_as_its_component():
-    plain = tensor_from_proto(numpy_helper.from_array(np.arange(6, dtype=np.float32).reshape(2, 3)), "f")
-    turned = plain.transpose()
-    assert turned.read().tolist() == [[0, 3], [1, 4], [2, 5]]
-    ((part, view),) = turned.components
-    assert part is plain
-    assert view(turned.to_device()).tolist() == plain.read().tolist()
-
-
-def test_concatenated_and_stacked_tensors_have_the_originals_as_components():
-    parts = [tensor_from_proto(numpy_helper.from_array(np.full((n, 2), n, np.float32)), "f") for n in (1, 3, 2)]
-    whole = concatenate_tensors(parts)
-    assert (whole.shape, whole.read()[:, 0].tolist()) == ((6, 2), [1, 3, 3, 3, 2, 2])
-    stack = stack_tensors([whole, whole.transpose().transpose()])
-    np.testing.assert_array_equal(stack.read(), np.stack([whole.read()] * 2))
-    wide = concatenate_tensors([stack, stack], axis=2)
-    assert wide.shape == (2, 6, 4)
-    for made in (whole, stack, wide):
-        for part, view in made.components:
-            np.testing.assert_array_equal(np.array(view(made.to_device())), part.read())
 
 
 @pytest.mark.parametrize(
