@@ -142,9 +142,9 @@ class BlockManager:
         del truncated.tokens[num_tokens:]
 
     def free_before(self, sequence: int, position: int) -> None:
-        """Takes the slots of the whole blocks before a position, to which no token attends any more.
+        """Frees the whole blocks of the sequence before a position: no later token may attend to them.
 
-        The sequence can go on and be forked, but not be truncated to before the position or stored.
+        The sequence can still be continued and forked, but not be stored or truncated to before the position.
         """
         shortened = self._sequence("free_before", sequence)
         position = check_integer("BlockManager.free_before: position", position, 0, len(shortened.tokens))

@@ -33,7 +33,7 @@ class KVCache:
     """Pools, one for each PoolSpec, and the BlockManager that says which sequence owns which of their slots.
 
     Pool i is [heads · slots + 1, width]. The vectors of a head lie together, so that a sequence is read at once: those
-    of all slots, or of run_slots slots after another head's (see CacheIndex.for_heads, whose head_span is the same).
+    of all slots, or of run_stride slots after another head's (see CacheIndex.for_heads, whose head_span is the same).
     The last row is spare: padding is stored there, and nothing reads it.
 
     The cache of one session has the slots that its rows need. A prompt cache, which outlives its sessions, begins with
@@ -46,10 +46,10 @@ class KVCache:
         num_slots: int,
         block_size: int = 1,
         max_slots: int | None = None,
-        run_slots: int | None = None,
+        run_stride: int | None = None,
     ):
         self.pool_specs = tuple(pool_specs)
-        self.block_size, self.max_slots, self.run_slots = block_size, max_slots, run_slots
+        self.block_size, self.max_slots, self.run_stride = block_size, max_slots, run_stride
         self.copied_slots = 0
         self.in_use = False
         self.block_manager = BlockManager(num_slots, block_size)
@@ -58,7 +58,7 @@ class KVCache:
     @property
     def head_span(self) -> int:
         """The number of slots of a head that lie together in the pools."""
-        return self.run_slots or max(1, self.block_manager.num_slots)
+        return self.run_stride or max(1, self.block_manager.num_slots)
 
     @property
     def slot_nbytes(self) -> int:
@@ -161,7 +161,7 @@ class KVCache:
 
     def grow(self, num_slots: int) -> None:
         """Sets the number of slots, not below the present one. Copies each pool once, one at a time."""
-        assert self.run_slots is None, "the pools of runs are made at their size"
+        assert self.run_stride is None, "the pools of runs are made at their size"
         before = self.block_manager.num_slots
         self.block_manager.grow(num_slots)
         arrays = self.pools.take()

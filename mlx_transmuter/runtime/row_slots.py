@@ -43,7 +43,7 @@ class RowSlots:
         """
         if block_size is None:
             run = ring.slots if ring else power_of_two_bucket(int(max(max_lengths)))
-            kv_cache = KVCache(pool_specs, len(max_lengths) * run, run, run_slots=run)
+            kv_cache = KVCache(pool_specs, len(max_lengths) * run, run, run_stride=run)
         else:
             lengths = [min(int(length), ring.slots + block_size) if ring else int(length) for length in max_lengths]
             slots = sum(ceil_div(length, block_size) * block_size for length in lengths)
