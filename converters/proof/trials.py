@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from mlx_transmuter.converters.errors import ConvertError
 from mlx_transmuter.converters.graph.rewriting import Rewrite, RewriteRecord
-from mlx_transmuter.converters.passes import POOL_REWRITES, had_data_dependent_shapes
+from mlx_transmuter.converters.passes import POOL_REWRITES, apply_rewrites, had_data_dependent_shapes
 from mlx_transmuter.converters.passes.simplify.select_cache_branch import select_branch
 from mlx_transmuter.converters.proof.plan_search import candidate_plans, first_agreeing_plan
 from mlx_transmuter.converters.proof.proof import ProofBatch, ProofCase
@@ -77,6 +77,7 @@ class GraphTrials:
     def try_program(self, program: Program, records: list[RewriteRecord]) -> PlanTrial | None:
         """Returns the plan by which the program agrees with the graph, or None."""
         try:
+            signature = DecoderSignature.from_program(program)
             if self.reference is None:
                 self.staged.save(program)
         except REWRITE_ERRORS:
@@ -84,7 +85,6 @@ class GraphTrials:
         reference = self.reference or self.compute_reference(records)
         try:
             module = self.arrays.module(program)
-            signature = DecoderSignature.from_program(program)
             plans = candidate_plans(program, signature, token_by_token=reference.token_by_token)
         except REWRITE_ERRORS:
             return None
@@ -130,8 +130,10 @@ def prove_graph_rewrites(trials: GraphTrials, rewrites: tuple[Rewrite, ...]) -> 
             (plan, errors), records = agreeing.result, agreeing.all_records(rewrites)
             return ProvedProgram(agreeing.program, records, trials.case(plan), errors), trials.arrays
     if trials.reference is None:  # nothing could be built of the graph: this raises what is wrong with it
-        trials.staged.save(trials.graph)
-        trials.compute_reference([])
+        program, records = apply_rewrites(trials.graph, ())
+        DecoderSignature.from_program(program)
+        trials.staged.save(program)
+        trials.compute_reference(records)
     errors = ", ".join(f"{plan}: {error}" for plan, error in trials.errors.items())
     raise ConvertError(
         trials.path,

@@ -1,4 +1,4 @@
-"""Another float type on the way: logits against onnxruntime's of the source, and what stays in float32."""
+"""Conversion to another float type: logits against onnxruntime's of the source, and what stays in float32."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ def program_of(folder: Path) -> Program:
     return load_folder(folder).decoder.program
 
 
-def types(program: Program) -> dict[str, str | None]:
-    """The type of each value on the device, as a walk of the program has it."""
-    seen = ShapeProbe.run(program)
-    assert seen is not None
-    return {name: seen.dtype(name) for name in seen.step_values[0]}
+def device_dtypes(program: Program) -> dict[str, str | None]:
+    """The dtype of each value on the device, as the shape probe has it."""
+    probe = ShapeProbe.run(program)
+    assert probe is not None
+    return {name: probe.dtype(name) for name in probe.step_values[0]}
 
 
-def goldens_hold(folder: Path, rows: list[dict], limit: float) -> None:
-    """onnxruntime's logits of the source after each prompt, in a ragged batch."""
+def assert_golden_logits(folder: Path, rows: list[dict], limit: float) -> None:
+    """Checks the logits after each prompt of a ragged batch against onnxruntime's of the source."""
     decoder = Decoder(load_folder(folder).decoder, len(rows))
     for group in decoder.group_rows([len(row["prompt"]) for row in rows]):
         lengths = [len(row["prompt"]) if i in group else 0 for i, row in enumerate(rows)]
-        run = decoder.begin_session(lengths)
+        session = decoder.begin_session(lengths)
         tokens = np.zeros((len(rows), max(lengths)), np.int32)
         for i in group:
             tokens[i, : lengths[i]] = rows[i]["prompt"]
-        logits = run.step(tokens, lengths)
-        run.evaluate(logits)
+        logits = session.step(tokens, lengths)
+        session.evaluate(logits)
         for i in group:
-            wanted = rows[i]["logits"]
-            assert np.abs(ops.to_host(logits[i]).astype(np.float32) - wanted).max() <= limit * np.ptp(wanted)
+            expected = rows[i]["logits"]
+            assert np.abs(ops.to_host(logits[i]).astype(np.float32) - expected).max() <= limit * np.ptp(expected)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "_fp16" not in name])
@@ -75,24 +75,24 @@ def test_the_logits_are_onnxruntimes_of_the_float32_file(name, dtype, tmp_path):
     assert not [n for n in owned if n.rpartition(".")[0] in program.layers]
     assert {value.dtype for value in program.outputs} == {dtype}
     assert {value.dtype for value in program.inputs if value.name.startswith("past")} <= {dtype}
-    found = types(program)
-    assert {found[value.name] for value in program.outputs} == {dtype}
-    goldens_hold(folder, golden(name)["rows"], LIMITS[dtype])
+    dtypes = device_dtypes(program)
+    assert {dtypes[value.name] for value in program.outputs} == {dtype}
+    assert_golden_logits(folder, golden(name)["rows"], LIMITS[dtype])
 
 
 def test_a_half_file_becomes_float32_or_the_other_half_type(tmp_path):
     rows = golden("llama_fp16")["rows"]
     for dtype in ("float32", "bfloat16"):
         folder = run(FIXTURES / "llama_fp16", tmp_path / dtype, dtype)
-        program, found = program_of(folder), types(program_of(folder))
-        assert {found[node.outputs[0]] for node in program.nodes if node.op.startswith(("mlx.l", "mlx.r"))} == {dtype}
+        program, dtypes = program_of(folder), device_dtypes(program_of(folder))
+        assert {dtypes[node.outputs[0]] for node in program.nodes if node.op.startswith(("mlx.l", "mlx.r"))} == {dtype}
         # The angles of the rotation may stay in the file's own type.
         assert {weight.dtype for name, weight in program.weights.items() if "rotary" not in name} == {dtype}
-        goldens_hold(folder, rows, LIMITS[dtype])
+        assert_golden_logits(folder, rows, LIMITS[dtype])
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama", "float32"), ("llama_fp16", "float16")])
-def test_a_file_in_that_type_stays_as_it_is(name, dtype, tmp_path, converted):
+def test_a_file_of_the_type_is_not_cast(name, dtype, tmp_path, converted):
     program = program_of(run(FIXTURES / name, tmp_path / "out", dtype))
     assert "cast" not in program.metadata
     assert program.nodes == program_of(converted(name)).nodes
@@ -103,32 +103,32 @@ def test_a_file_in_that_type_stays_as_it_is(name, dtype, tmp_path, converted):
 def test_the_angles_of_a_rotation_stay_in_float32(name, dtype, tmp_path):
     """Angles of position 2,000 in a half type are off by half a turn."""
     program = program_of(run(FIXTURES / name, tmp_path / "out", dtype))
-    found = types(program)
+    dtypes = device_dtypes(program)
     angles = [node for node in program.nodes if node.op.startswith(("Cos-", "Sin-"))]
     assert angles or name == "gptj"  # which has them in a table
-    assert {found[name] for node in angles for name in (*node.inputs, *node.outputs)} <= {"float32"}
+    assert {dtypes[name] for node in angles for name in (*node.inputs, *node.outputs)} <= {"float32"}
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_step_computes_in_the_half_type_but_for_islands(dtype, tmp_path):
-    """Products, norms, gates and attention all take and give the half type: nothing widens the stream on the way."""
+    """Products, norms, gates and attention read and compute the half type: no node widens the residual stream."""
     for name in ("llama", "gemma2", "gpt2", "bloom", "phi3"):
         program = program_of(run(FIXTURES / name, tmp_path / name, dtype))
-        found = types(program)
+        dtypes = device_dtypes(program)
         fused = [
             node for node in program.nodes if node.op.startswith(("mlx.", "MatMul-", "Add-", "LayerNormalization-"))
         ]
         wide = [
-            n for n in fused if found.get(n.outputs[0]) == "float32" and any(found.get(i) == dtype for i in n.inputs)
+            n for n in fused if dtypes.get(n.outputs[0]) == "float32" and any(dtypes.get(i) == dtype for i in n.inputs)
         ]
         assert not wide, name
 
 
-# Graphs with parts that a half type doesn't hold.
+# Graphs with values that a half type doesn't hold.
 
 
 def with_nodes(nodes: list, extra: dict[str, np.ndarray], of: str = "embedded") -> onnx.ModelProto:
-    """The toy with nodes between the embedding and what reads it: they take `embedded` and give `changed`."""
+    """The toy with nodes between the embedding and its reader: they read `embedded` and compute `changed`."""
     model = toy.decoder()
     toy.node(model, "x").input[0] = "changed"
     at = next(i for i, node in enumerate(model.graph.node) if of in node.output) + 1
@@ -138,17 +138,17 @@ def with_nodes(nodes: list, extra: dict[str, np.ndarray], of: str = "embedded") 
     return model
 
 
-def agrees(model: onnx.ModelProto, tmp_path: Path, dtype: str, ids=(3, 1, 15, 7)) -> Program:
-    """The converted toy gives onnxruntime's logits of the model within what the type allows."""
+def assert_agrees(model: onnx.ModelProto, tmp_path: Path, dtype: str, ids=(3, 1, 15, 7)) -> Program:
+    """Converts the toy and checks its logits against onnxruntime's, within what the type allows; gives its program."""
     folder = run(toy.write(tmp_path / "source", model), tmp_path / "out", dtype)
-    wanted = toy.expected(model, list(ids))
-    found = toy.found(folder, list(ids)).astype(np.float32)
-    assert np.abs(found - wanted).max() <= LIMITS[dtype] * np.ptp(wanted)
+    expected = toy.expected(model, list(ids))
+    logits = toy.found(folder, list(ids)).astype(np.float32)
+    assert np.abs(logits - expected).max() <= LIMITS[dtype] * np.ptp(expected)
     return program_of(folder)
 
 
-def norm(scale: float) -> onnx.ModelProto:
-    """A norm over a stream that is `scale` large, written so that no rewrite takes it for one."""
+def unfused_norm(scale: float) -> onnx.ModelProto:
+    """A norm over values of size `scale`, written so that no rewrite fuses it."""
     node = helper.make_node
     nodes = [
         node("Mul", ["embedded", "large"], ["wide"]), node("Pow", ["wide", "two_f"], ["square"]),
@@ -164,10 +164,10 @@ def norm(scale: float) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_squares_of_large_values_do_not_overflow(dtype, tmp_path):
-    program = agrees(norm(500.0), tmp_path, dtype)
-    found = types(program)
-    assert found["mean"] == "float32"
-    assert found["changed"] == dtype
+    program = assert_agrees(unfused_norm(500.0), tmp_path, dtype)
+    dtypes = device_dtypes(program)
+    assert dtypes["mean"] == "float32"
+    assert dtypes["changed"] == dtype
     assert program.weights["norm.weight"].dtype == dtype
 
 
@@ -186,16 +186,16 @@ def test_a_product_that_is_added_to_large_values_leaves_them_in_float32(dtype, t
         "larger": np.array(250000.0, np.float32), "norm.weight": np.linspace(0.5, 1.5, toy.DIM, dtype=np.float32),
         "extra.weight": (1e4 * draw.normal(size=(toy.DIM, toy.DIM))).astype(np.float32),
     }  # fmt: skip
-    program = agrees(with_nodes(nodes, extra), tmp_path, dtype)
+    program = assert_agrees(with_nodes(nodes, extra), tmp_path, dtype)
     assert {record["name"]: record["held"] for record in program.metadata["rewrites"]}["fuse_residual_add"] == 1
-    found = types(program)
-    assert (found["sum"], found["changed"]) == ("float32", dtype)
+    dtypes = device_dtypes(program)
+    assert (dtypes["sum"], dtypes["changed"]) == ("float32", dtype)
     product = next(node for node in program.nodes if "extra" in node.inputs)
-    assert found[product.outputs[0]] == dtype
+    assert dtypes[product.outputs[0]] == dtype
 
 
-def test_an_exporters_island_in_a_half_file_stays_one(tmp_path):
-    """Casts to float32 around an elementwise part, that the file computes there, also after the other half type."""
+def test_a_part_that_a_half_file_computes_in_float32_stays_in_float32(tmp_path):
+    """An elementwise part between casts to and from float32 stays so in the other half type, too."""
     node, f32, f16 = helper.make_node, TensorProto.FLOAT, TensorProto.FLOAT16
     nodes = [
         node("Cast", ["embedded"], ["up"], to=f32), node("Mul", ["up", "large"], ["wide"]),
@@ -212,18 +212,18 @@ def test_an_exporters_island_in_a_half_file_stays_one(tmp_path):
             value.type.tensor_type.elem_type = f16
     toy.node(model, "place").attribute[0].i = f16
     folder = run(toy.write(tmp_path / "source", model), tmp_path / "out", "bfloat16")
-    found = types(program_of(folder))
-    assert found["square"] == "float32"
-    assert found["changed"] == "bfloat16"
+    dtypes = device_dtypes(program_of(folder))
+    assert dtypes["square"] == "float32"
+    assert dtypes["changed"] == "bfloat16"
     assert np.isfinite(toy.found(folder, [3, 1, 15, 7])).all()
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("low", [np.finfo(np.float32).min, -1e9, -np.inf])
-def test_a_masks_lowest_number_is_the_types_own(dtype, low, tmp_path):
+def test_a_masks_lowest_number_becomes_that_of_the_type(dtype, low, tmp_path):
     model = toy.decoder()
     toy.replace(model, "low", numpy_helper.from_array(np.array(low, np.float32)))
-    agrees(model, tmp_path, dtype)
+    assert_agrees(model, tmp_path, dtype)
 
 
 def test_numbers_that_float16_does_not_hold_are_refused(tmp_path):
@@ -239,7 +239,7 @@ def test_numbers_that_float16_does_not_hold_are_refused(tmp_path):
 
 
 def test_a_graph_that_a_half_type_changes_is_refused(tmp_path):
-    """A stream that overflows in float16, in elementwise nodes that no rule takes for an island."""
+    """Values that overflow in float16, in elementwise nodes that no rule keeps in float32."""
     node = helper.make_node
     nodes = [node("Mul", ["embedded", "large"], ["wide"]), node("Div", ["wide", "large"], ["changed"])]
     source = toy.write(tmp_path / "source", with_nodes(nodes, {"large": np.array(60000.0, np.float32)}))
@@ -269,16 +269,16 @@ def test_branches_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(("dtype", "scales"), [("float16", "float16"), ("bfloat16", "float32")])
-def test_a_type_and_a_quantization_together(dtype, scales, tmp_path):
+def test_a_dtype_and_a_quantization_together(dtype, scales, tmp_path):
     quantized = run(
         FIXTURES / "gemma", tmp_path / "both", dtype, quantize=Quantization.of({"bits": 8, "group_size": 32})
     )
     program = program_of(quantized)
     kinds = {name.rpartition(".")[2]: weight.dtype for name, weight in program.weights.items() if "qkv_proj" in name}
     assert kinds == {"weight": "uint32", "scales": scales, "biases": scales}
-    found = types(program)
-    assert {found[node.outputs[0]] for node in program.nodes if node.op == "mlx.rms_norm"} == {dtype}
-    assert {found[value.name] for value in program.outputs} == {dtype}
+    dtypes = device_dtypes(program)
+    assert {dtypes[node.outputs[0]] for node in program.nodes if node.op == "mlx.rms_norm"} == {dtype}
+    assert {dtypes[value.name] for value in program.outputs} == {dtype}
     assert program.metadata["cast"]["error"] < LIMITS[dtype]
     plain = convert(
         FIXTURES / "gemma", "model.onnx", tmp_path / "alone", progress=False,
@@ -286,8 +286,8 @@ def test_a_type_and_a_quantization_together(dtype, scales, tmp_path):
     )  # fmt: skip
     logits = []
     for folder in (quantized, plain):
-        run_ = Decoder(load_folder(folder).decoder, 1).begin_session([5])
-        step = run_.step(np.array([[90, 80, 70, 60, 50]], np.int32), [5])
-        run_.evaluate(step)
+        session = Decoder(load_folder(folder).decoder, 1).begin_session([5])
+        step = session.step(np.array([[90, 80, 70, 60, 50]], np.int32), [5])
+        session.evaluate(step)
         logits.append(np.array(step[0].astype(mx.float32)))
     assert np.abs(logits[0] - logits[1]).max() <= LIMITS[dtype] * np.ptp(logits[1])

@@ -1,4 +1,4 @@
-"""Changed files: whatever stands in a file, it ends in our error or in a conversion that agrees with onnxruntime."""
+"""Mutated files: whatever a file holds, it is refused with an error or its conversion agrees with onnxruntime."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ OPERATORS = [
 
 
 @pytest.fixture
-def limit():
+def time_limit():
     """Ends a conversion that hangs."""
 
     def hangs(*args):
@@ -70,8 +70,8 @@ def limit():
     signal.signal(signal.SIGALRM, old)
 
 
-def flipped(data: bytes, draw: np.random.Generator) -> bytes:
-    """data with bits flipped, bytes set, taken out, put in and copied from elsewhere."""
+def mutate_bytes(data: bytes, draw: np.random.Generator) -> bytes:
+    """Returns data with bits flipped, and bytes set, removed, inserted and copied from elsewhere."""
     new = bytearray(data)
     for _ in range(draw.integers(1, 4)):
         at, size = int(draw.integers(len(new))), int(draw.integers(1, 9))
@@ -90,8 +90,8 @@ def flipped(data: bytes, draw: np.random.Generator) -> bytes:
     return bytes(new)
 
 
-def rewired(data: bytes, draw: np.random.Generator) -> bytes:
-    """data as a graph with other operators, inputs, numbers, sizes, types or opset."""
+def mutate_graph(data: bytes, draw: np.random.Generator) -> bytes:
+    """Returns the graph of data with other operators, inputs, numbers, sizes, types or opset."""
     model = onnx.ModelProto.FromString(data)
     graph = model.graph
 
@@ -130,54 +130,54 @@ def rewired(data: bytes, draw: np.random.Generator) -> bytes:
     return model.SerializeToString()
 
 
-def attempt(source, out, limit) -> bool:
-    """Whether the source was converted; what was refused left nothing behind."""
+def is_converted(source, out, time_limit) -> bool:
+    """Returns whether the source was converted, and checks that a refused one left nothing behind."""
     converted = True
-    limit(60)
+    time_limit(60)
     try:
         convert(source, "model.onnx", out, progress=False)
     except ConvertError:
         converted = False
     finally:
-        limit(0)
+        time_limit(0)
     assert out.exists() == converted
     assert not list(out.parent.glob(".*"))
     return converted
 
 
-@pytest.mark.parametrize("change", [flipped, rewired])
-def test_a_changed_toy_is_refused_or_converted_right(change, tmp_path, limit):
+@pytest.mark.parametrize("mutate", [mutate_bytes, mutate_graph])
+def test_a_mutated_toy_is_refused_or_converted_right(mutate, tmp_path, time_limit):
     source = toy.write(tmp_path / "source", toy.decoder())
     whole = (source / "model.onnx").read_bytes()
     converted, agreed = 0, 0
     for seed in range(100):
         out = tmp_path / f"out{seed}"
-        (source / "model.onnx").write_bytes(change(whole, np.random.default_rng(seed)))
-        if not attempt(source, out, limit):
+        (source / "model.onnx").write_bytes(mutate(whole, np.random.default_rng(seed)))
+        if not is_converted(source, out, time_limit):
             continue
         converted += 1
         try:
-            wanted = toy.expected(source / "model.onnx", IDS)
+            expected = toy.expected(source / "model.onnx", IDS)
         except Exception:
             continue  # onnxruntime is stricter about declared types and sizes
         agreed += 1
-        found = toy.found(out, IDS)
-        assert (np.isfinite(found) == np.isfinite(wanted)).all(), seed
-        spread = np.ptp(wanted[np.isfinite(wanted)])
-        np.testing.assert_allclose(found, wanted, atol=1e-3 * spread, err_msg=str(seed))
+        logits = toy.found(out, IDS)
+        assert (np.isfinite(logits) == np.isfinite(expected)).all(), seed
+        spread = np.ptp(expected[np.isfinite(expected)])
+        np.testing.assert_allclose(logits, expected, atol=1e-3 * spread, err_msg=str(seed))
     assert 100 > converted >= agreed >= 5
 
 
-@pytest.mark.parametrize("change", [flipped, rewired])
-def test_a_changed_file_of_the_model_builder_is_refused_or_converted(change, tmp_path, limit):
+@pytest.mark.parametrize("mutate", [mutate_bytes, mutate_graph])
+def test_a_mutated_file_of_the_model_builder_is_refused_or_converted(mutate, tmp_path, time_limit):
     """A graph of com.microsoft operators over external data."""
     source = tmp_path / "source"
     shutil.copytree(FIXTURES / "llama_genai", source)
     whole = (source / "model.onnx").read_bytes()
     outcomes = set()
     for seed in range(20):
-        (source / "model.onnx").write_bytes(change(whole, np.random.default_rng(seed)))
-        outcomes.add(attempt(source, tmp_path / f"out{seed}", limit))
+        (source / "model.onnx").write_bytes(mutate(whole, np.random.default_rng(seed)))
+        outcomes.add(is_converted(source, tmp_path / f"out{seed}", time_limit))
     assert outcomes == {True, False}
 
 
@@ -185,7 +185,7 @@ GATHER = {"an index past the end": 2**25 + 2, "an index before the beginning": -
 
 
 @pytest.mark.parametrize("what", GATHER)
-def test_an_index_into_a_shape_is_checked_before_it_is_read(what, tmp_path, limit):
+def test_an_index_into_a_shape_is_checked_before_it_is_read(what, tmp_path, time_limit):
     """MLX reads whatever memory lies there, or ends the process."""
     model = toy.decoder()
     toy.replace(model, "two", numpy_helper.from_array(np.array(GATHER[what])))
@@ -215,7 +215,7 @@ def test_a_graph_that_does_not_read_its_tokens_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("start", [-(2**26), -(2**31), -(2**62)])
-def test_a_range_that_would_fill_memory_is_refused(start, tmp_path, limit):
+def test_a_range_larger_than_memory_is_refused(start, tmp_path, time_limit):
     model = toy.decoder()
     toy.replace(model, "zero0", numpy_helper.from_array(np.array(start)))
     with pytest.raises(ConvertError, match="a range of") as error:
@@ -224,7 +224,7 @@ def test_a_range_that_would_fill_memory_is_refused(start, tmp_path, limit):
 
 
 @pytest.mark.parametrize("trips", [2**62])
-def test_a_loop_without_end_is_refused(trips, tmp_path, limit):
+def test_a_loop_without_end_is_refused(trips, tmp_path, time_limit):
     body = onnx.helper.make_graph(
         [onnx.helper.make_node("Identity", ["go"], ["on"])], "body",
         [onnx.helper.make_tensor_value_info("i", TensorProto.INT64, []), onnx.helper.make_tensor_value_info("go", TensorProto.BOOL, [])],
@@ -240,7 +240,7 @@ def test_a_loop_without_end_is_refused(trips, tmp_path, limit):
     ):
         model.graph.node.insert(len(model.graph.node) - 1, node)
     toy.node(model, "logits").input[1] = "bias"
-    limit(60)
+    time_limit(60)
     with pytest.raises(ConvertError, match="a loop that goes on") as error:
         convert(toy.write(tmp_path / "s", model), "model.onnx", tmp_path / "out", progress=False)
     assert error.value.node == "Loop-1 'endless'"
@@ -248,7 +248,7 @@ def test_a_loop_without_end_is_refused(trips, tmp_path, limit):
 
 @pytest.mark.parametrize("size", [2**31 - 1, 2**40, 2**62])
 @pytest.mark.parametrize("op", ["Expand", "ConstantOfShape", "Tile", "Pad"])
-def test_constants_that_would_fill_memory_are_refused(op, size, tmp_path, limit):
+def test_constants_larger_than_memory_are_refused(op, size, tmp_path, time_limit):
     model = toy.decoder()
     shape = {"Tile": [size], "Pad": [size, size]}.get(op, [size, 4, toy.VOCAB])
     model.graph.initializer.append(numpy_helper.from_array(np.array(shape), "large"))

@@ -1,4 +1,4 @@
-"""Plans: how a graph is found to run, by trial: padding on a side or none, one row at a time, states that see the mask."""
+"""Run plans, found by trial: padding on a side or none, one row at a time, states that read the mask."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ def converted(model: ModelProto, place: Path) -> ProgramModule:
     return load_folder(convert(toy.write(place / "source", model), "model.onnx", place / "out", progress=False)).decoder
 
 
-def check(module: ProgramModule, model: ModelProto, plan: RunPlan) -> Decoder:
-    """The plan is that one, and a ragged batch, group by group, gives the logits of onnxruntime row by row."""
+def assert_plan(module: ProgramModule, model: ModelProto, plan: RunPlan) -> Decoder:
+    """Checks the plan, and that a ragged batch, group by group, gives the logits of onnxruntime for each row."""
     decoder = Decoder(module, 3)
     assert decoder.plan == plan
     for group in decoder.group_rows([len(row) for row in ROWS]):
-        run = decoder.begin_session([len(row) + 2 if i in group else 0 for i, row in enumerate(ROWS)])
-        wanted = [toy.steps(model, [row, *([token] for token in new)]) for row, new in zip(ROWS, NEW, strict=True)]
+        session = decoder.begin_session([len(row) + 2 if i in group else 0 for i, row in enumerate(ROWS)])
+        expected = [toy.steps(model, [row, *([token] for token in new)]) for row, new in zip(ROWS, NEW, strict=True)]
         for step in range(3):
             parts = [row if step == 0 else [new[step - 1]] for row, new in zip(ROWS, NEW, strict=True)]
             width = max(len(parts[i]) for i in group)
             counts = [len(part) if i in group else 0 for i, part in enumerate(parts)]
             tokens = [part[:width] + [0] * (width - len(part)) for part in parts]
-            logits = run.step(np.array(tokens, np.int32), counts)
-            run.evaluate(logits)
+            logits = session.step(np.array(tokens, np.int32), counts)
+            session.evaluate(logits)
             for i in group:
-                np.testing.assert_allclose(np.array(logits)[i], wanted[i][step], atol=1e-4)
+                np.testing.assert_allclose(np.array(logits)[i], expected[i][step], atol=1e-4)
     return decoder
 
 
-def seeing_all(model: ModelProto) -> ModelProto:
-    """The toy whose mask is all columns up to a token's own, whatever the attention mask was."""
+def without_attention_mask(model: ModelProto) -> ModelProto:
+    """The toy whose tokens attend to all columns up to their own, whatever the attention mask says."""
     seen = toy.node(model, "seen")
     seen.op_type = "Identity"
     del seen.input[1]
-    kept = [node for node in model.graph.node if node.output[0] not in ("shown", "shown4")]
+    nodes = [node for node in model.graph.node if node.output[0] not in ("shown", "shown4")]
     del model.graph.node[:]
-    model.graph.node.extend(kept)
+    model.graph.node.extend(nodes)
     return without_input(model, "attention_mask")
 
 
 def without_mask(model: ModelProto) -> ModelProto:
-    """The toy without an attention mask: it sees all columns up to a token's own."""
+    """The toy without an attention mask: tokens attend to all columns up to their own."""
     toy.node(model, "mask_shape").input[0] = "input_ids"
-    return seeing_all(model)
+    return without_attention_mask(model)
 
 
 def without_positions(model: ModelProto) -> ModelProto:
@@ -69,53 +69,53 @@ def without_positions(model: ModelProto) -> ModelProto:
     x = toy.node(model, "x")
     x.op_type = "Identity"
     del x.input[1]
-    kept = [node for node in model.graph.node if node.output[0] not in ("place", "places", "rotated")]
+    nodes = [node for node in model.graph.node if node.output[0] not in ("place", "places", "rotated")]
     del model.graph.node[:]
-    model.graph.node.extend(kept)
+    model.graph.node.extend(nodes)
     return without_input(model, "position_ids")
 
 
 def without_input(model: ModelProto, name: str) -> ModelProto:
-    kept = [value for value in model.graph.input if value.name != name]
+    inputs = [value for value in model.graph.input if value.name != name]
     del model.graph.input[:]
-    model.graph.input.extend(kept)
+    model.graph.input.extend(inputs)
     return model
 
 
-def last_only(model: ModelProto) -> ModelProto:
-    """The toy that gives the logits of its last column alone."""
+def with_last_logits_only(model: ModelProto) -> ModelProto:
+    """The toy that computes the logits of its last column alone."""
     toy.node(model, "logits").output[0] = "all"
     model.graph.initializer.append(numpy_helper.from_array(np.array([-1]), "minus"))
     model.graph.node.append(helper.make_node("Gather", ["all", "minus"], ["logits"], axis=1))
     return model
 
 
-def both_ways(model: ModelProto) -> ModelProto:
+def with_mean_of_all_tokens(model: ModelProto) -> ModelProto:
     """The toy with the mean of all tokens in each: padding on either side would be in it."""
     model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "tokens"))
     mean = helper.make_node("ReduceMean", ["embedded", "tokens"], ["mean"])
     return toy.embedding(model, mean, helper.make_node("Add", ["embedded", "mean"], ["embedded2"]))
 
 
-REREAD = {
+WITHOUT_CACHE = {
     "plain": (lambda model: model, "right"),
     "no mask": (without_mask, "right"),
     "no positions": (without_positions, "right"),
     "neither": (lambda model: without_positions(without_mask(model)), "right"),
-    "the last logits alone": (last_only, "left"),
-    "both ways": (both_ways, "none"),
+    "the last logits alone": (with_last_logits_only, "left"),
+    "a mean of all tokens": (with_mean_of_all_tokens, "none"),
 }
 
 
-@pytest.mark.parametrize("what", REREAD)
+@pytest.mark.parametrize("what", WITHOUT_CACHE)
 def test_padding_of_a_graph_without_a_cache_is_found_by_trial(what, tmp_path):
-    change, padding = REREAD[what]
+    change, padding = WITHOUT_CACHE[what]
     model = change(toy.without_cache())
-    check(converted(model, tmp_path), model, RunPlan("grow", "whole", padding))
+    assert_plan(converted(model, tmp_path), model, RunPlan("grow", "whole", padding))
 
 
-def test_presents_without_pasts_are_not_computed(tmp_path):
-    """As decoder_model.onnx gives them: nothing could take them."""
+def test_presents_without_pasts_are_left_out(tmp_path):
+    """As in decoder_model.onnx: nothing could read them."""
     module = converted(toy.without_cache(), tmp_path)
     assert [value.name for value in module.program.outputs] == ["logits"]
 
@@ -124,12 +124,12 @@ def test_a_graph_with_a_cache_and_neither_mask_nor_positions_grows(tmp_path):
     model = toy.decoder()
     toy.node(model, "mask_shape").input[0] = "present.0.key"
     toy.node(model, "total").input[1] = "two"
-    model = without_positions(seeing_all(model))
+    model = without_positions(without_attention_mask(model))
     module = converted(model, tmp_path)
-    check(module, model, RunPlan("grow"))
+    assert_plan(module, model, RunPlan("grow"))
 
 
-def fused(model: ModelProto, *, rows: str = "batch_size") -> ModelProto:
+def with_fused_cache(model: ModelProto, *, rows: str = "batch_size") -> ModelProto:
     """The toy whose cache has three axes, [rows, positions, size], as gpt_bigcode keeps keys and values in one."""
     joined, nodes = toy.node(model, "present.0.key"), list(model.graph.node)
     joined.input[1], joined.attribute[0].i = "q", 1
@@ -148,13 +148,13 @@ def fused(model: ModelProto, *, rows: str = "batch_size") -> ModelProto:
 
 
 def test_keys_and_values_in_one_tensor_of_three_axes(tmp_path):
-    model = fused(toy.decoder())
-    check(converted(model, tmp_path), model, RunPlan("append"))
+    model = with_fused_cache(toy.decoder())
+    assert_plan(converted(model, tmp_path), model, RunPlan("append"))
 
 
 def test_rows_and_heads_in_one_axis_are_refused_by_name(tmp_path):
     with pytest.raises(ConvertError, match="rows and heads in axes of their own") as error:
-        converted(fused(toy.decoder(), rows="batch_size x num_heads"), tmp_path)
+        converted(with_fused_cache(toy.decoder(), rows="batch_size x num_heads"), tmp_path)
     assert "past_key_values.0.key" in error.value.found
 
 
@@ -170,7 +170,7 @@ def test_inputs_of_the_types_that_exporters_choose(what, tmp_path):
     model = toy.decoder()
     for value in model.graph.input:
         value.type.tensor_type.elem_type = TYPES[what].get(value.name, value.type.tensor_type.elem_type)
-    check(converted(model, tmp_path), toy.decoder(), RunPlan("append"))
+    assert_plan(converted(model, tmp_path), toy.decoder(), RunPlan("append"))
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(TensorProto.FLOAT16, 1e-3), (TensorProto.BFLOAT16, 1e-2)])
@@ -179,15 +179,15 @@ def test_logits_in_half_types(dtype, limit, tmp_path):
     toy.node(model, "logits").output[0] = "whole"
     model.graph.node.append(helper.make_node("Cast", ["whole"], ["logits"], to=dtype))
     model.graph.output[0].type.tensor_type.elem_type = dtype
-    run = Decoder(converted(model, tmp_path), 1).begin_session([len(ROWS[0])])
-    logits = run.step(np.array([ROWS[0]], np.int32), [len(ROWS[0])])
-    run.evaluate(logits)
-    wanted = toy.expected(toy.decoder(), ROWS[0])
-    assert np.abs(ops.to_host(logits[0].astype(mx.float32)) - wanted).max() <= limit * np.ptp(wanted)
+    session = Decoder(converted(model, tmp_path), 1).begin_session([len(ROWS[0])])
+    logits = session.step(np.array([ROWS[0]], np.int32), [len(ROWS[0])])
+    session.evaluate(logits)
+    expected = toy.expected(toy.decoder(), ROWS[0])
+    assert np.abs(ops.to_host(logits[0].astype(mx.float32)) - expected).max() <= limit * np.ptp(expected)
 
 
-def one_row(model: ModelProto, *, fixed: bool) -> ModelProto:
-    """The toy that declares a batch of 1; fixed: and whose nodes take no other."""
+def for_one_row(model: ModelProto, *, fixed: bool) -> ModelProto:
+    """The toy that declares a batch of 1. fixed: whether its nodes take no other."""
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.shape.dim[0].dim_value = 1
     if fixed:
@@ -203,14 +203,14 @@ def one_row(model: ModelProto, *, fixed: bool) -> ModelProto:
 
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("fixed", [True, False])
-def test_a_graph_of_one_row_runs_once_a_row_unless_it_takes_more(fixed, cache, tmp_path):
-    model = one_row(toy.decoder() if cache else toy.without_cache(), fixed=fixed)
+def test_a_graph_for_one_row_runs_once_for_each_row_unless_it_takes_more(fixed, cache, tmp_path):
+    model = for_one_row(toy.decoder() if cache else toy.without_cache(), fixed=fixed)
     plan = RunPlan("append") if cache else RunPlan("grow", "whole")
-    check(converted(model, tmp_path), model, replace(plan, row_by_row=fixed))
+    assert_plan(converted(model, tmp_path), model, replace(plan, row_by_row=fixed))
 
 
-def remembering(model: ModelProto, *, masked: bool) -> ModelProto:
-    """The toy with a state: the sum of all embeddings so far, which `masked` leaves those of padding out of."""
+def with_state(model: ModelProto, *, masked: bool) -> ModelProto:
+    """The toy with a state: the sum of all embeddings so far. masked: whether those of padding are left out."""
     arrays = {"zero1": np.array([0]), "end": np.array([2**62]), "axis1": np.array([1])}
     model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in arrays.items())
     make = helper.make_node
@@ -242,17 +242,19 @@ def remembering(model: ModelProto, *, masked: bool) -> ModelProto:
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_rows_of_all_lengths_share_a_run_where_padding_changes_no_state(masked, tmp_path):
-    model = remembering(toy.decoder(), masked=masked)
-    decoder = check(converted(model, tmp_path), model, RunPlan("append", padding_side="right" if masked else "none"))
+def test_rows_of_all_lengths_share_a_session_where_padding_changes_no_state(masked, tmp_path):
+    model = with_state(toy.decoder(), masked=masked)
+    decoder = assert_plan(
+        converted(model, tmp_path), model, RunPlan("append", padding_side="right" if masked else "none")
+    )
     assert decoder.group_rows([7, 3, 3]) == ([[0, 1, 2]] if masked else [[0], [1, 2]])
 
 
-def test_a_plan_is_what_a_programs_meta_says(tmp_path):
+def test_a_plan_is_read_from_a_programs_metadata(tmp_path):
     program = converted(toy.decoder(), tmp_path).program
     signature = DecoderSignature.from_program(program)
     for plan in (RunPlan("grow", "whole", "left", True), RunPlan("append"), RunPlan("in_place", "single", "none")):
         assert RunPlan.from_program(replace(program, metadata=plan.to_metadata()), signature) == plan
     nonsense = {"cache_mode": "sideways", "prompts": 3, "padding": ["right"], "alone": "yes"}
-    for meta in ({}, nonsense):
-        assert RunPlan.from_program(replace(program, metadata=meta), signature) == RunPlan("append")
+    for metadata in ({}, nonsense):
+        assert RunPlan.from_program(replace(program, metadata=metadata), signature) == RunPlan("append")

@@ -1,4 +1,4 @@
-"""Mixed recipes: the layers that get more bits are those of mlx_lm's predicate, found without their names."""
+"""Mixed recipes: the layers that get more bits are those of mlx_lm's predicate, without reading their names."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ NAMED = (
 )
 
 
-def mlx_lm(recipe: str, paths: list[str], blocks: int) -> dict[str, int]:
+def mlx_lm_bits(recipe: str, paths: list[str], blocks: int) -> dict[str, int]:
     """mlx_lm 0.32.2, convert.mixed_quant_predicate_builder: path -> bits of the layers with more than the fewest."""
     _, high_bits = QUANTIZATION_RECIPES[recipe]
     down = next(path for path in paths if "down_proj" in path)
     layer_location = next(i for i, part in enumerate(down.split(".")) if part.isdigit())
-    found = {}
+    bits = {}
     for path in paths:
         parts = path.split(".")
         index = int(parts[layer_location]) if len(parts) > layer_location else 0
         use_more_bits = index < blocks // 8 or index >= 7 * blocks // 8 or (index - blocks // 8) % 3 == 2
         v_proj = "v_proj" in path and "qkv_proj" not in path
         if ((v_proj or "down_proj" in path) and use_more_bits) or "lm_head" in path:
-            found[path] = high_bits
-    return found
+            bits[path] = high_bits
+    return bits
 
 
 def llama(blocks: int, pools: bool, tied: bool = False) -> Program:
-    """The layers of a llama of so many blocks with their names, over pools or with past and present."""
+    """A llama of so many blocks with the names of its layers, over pools or with past and present."""
     nodes = [Node("mlx.embedding", ("input_ids", "model.embed_tokens"), ("h",))]
     layers, x, inputs, outputs = {"model.embed_tokens": {"kind": "Embedding"}}, "h", [], []
 
@@ -97,11 +97,11 @@ def llama(blocks: int, pools: bool, tied: bool = False) -> Program:
 
 @pytest.mark.parametrize("recipe", QUANTIZATION_RECIPES)
 @pytest.mark.parametrize("pools", [False, True])
-def test_more_bits_go_where_mlx_lm_gives_them(recipe, pools):
+def test_the_layers_with_more_bits_are_those_of_mlx_lm(recipe, pools):
     for blocks in (*range(1, 34), 61):
         program = llama(blocks, pools, tied=blocks % 2 == 0)
-        found = recipe_bits(program, Quantization.of(recipe), Path("model.onnx"))
-        assert found == mlx_lm(recipe, list(program.layers), blocks), blocks
+        bits = recipe_bits(program, Quantization.of(recipe), Path("model.onnx"))
+        assert bits == mlx_lm_bits(recipe, list(program.layers), blocks), blocks
 
 
 def test_opaque_names_change_nothing():
@@ -112,13 +112,13 @@ def test_opaque_names_change_nothing():
         nodes=[replace(n, inputs=tuple(names.get(name, name) for name in n.inputs)) for n in program.nodes],
         layers={names[path]: layer for path, layer in program.layers.items()},
     )
-    wanted = recipe_bits(program, Quantization.of("mixed_3_6"), Path("model.onnx"))
-    found = recipe_bits(opaque, Quantization.of("mixed_3_6"), Path("model.onnx"))
-    assert found == {names[path]: bits for path, bits in wanted.items()}
+    expected = recipe_bits(program, Quantization.of("mixed_3_6"), Path("model.onnx"))
+    bits = recipe_bits(opaque, Quantization.of("mixed_3_6"), Path("model.onnx"))
+    assert bits == {names[path]: bits for path, bits in expected.items()}
 
 
-def test_a_value_that_is_the_sum_of_two_products_comes_from_no_value_projection():
-    """As an adapter beside v_proj makes of it, whether its sum is a node or a part of the product."""
+def test_a_value_that_is_the_sum_of_two_products_has_no_value_projection():
+    """As with an adapter beside v_proj, whether the sum is a node or a part of the product."""
     program = llama(11, pools=True)
     node = next(node for node in program.nodes if node.inputs[1:] == ("model.layers.0.self_attn.v_proj",))
     at, x, v = program.nodes.index(node), node.inputs[0], node.outputs[0]
@@ -137,19 +137,19 @@ def test_a_value_that_is_the_sum_of_two_products_comes_from_no_value_projection(
     assert node.inputs[1] not in within
 
 
-def rewritten(name: str) -> Program:
-    """The fixture's program over pools with the layers that the exporter has, none joined."""
+def rewritten_program(name: str) -> Program:
+    """The fixture's program over pools with the exporter's layers, none of them merged."""
     graph = read_onnx(FIXTURES / name / "model.onnx")
     graph = name_weights(graph.select_outputs(outputs(value.name for value in graph.outputs)))
-    program, _ = apply_rewrites(graph, tuple(one for one in GRAPH_REWRITES if one is not merge_projections))
+    program, _ = apply_rewrites(graph, tuple(rewrite for rewrite in GRAPH_REWRITES if rewrite is not merge_projections))
     return apply_rewrites(program, POOL_REWRITES)[0]
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_real_exports_get_what_mlx_lm_gives_by_name(name):
-    program = rewritten(name)
-    found = recipe_bits(program, Quantization.of("mixed_3_6"), FIXTURES / name)
-    assert found == mlx_lm("mixed_3_6", list(program.layers), 2)
+def test_exports_get_the_bits_that_mlx_lm_gives_by_name(name):
+    program = rewritten_program(name)
+    bits = recipe_bits(program, Quantization.of("mixed_3_6"), FIXTURES / name)
+    assert bits == mlx_lm_bits("mixed_3_6", list(program.layers), 2)
 
 
 @pytest.mark.parametrize(
@@ -162,24 +162,24 @@ def test_real_exports_get_what_mlx_lm_gives_by_name(name):
         ("gptj", "fc_out"),
     ],
 )
-def test_what_other_architectures_call_it_is_found_too(name, down):
+def test_down_projections_under_other_names_are_recognised(name, down):
     """mlx_lm refuses these, whose down projections have other names."""
-    program = rewritten(name)
-    found = recipe_bits(program, Quantization.of("mixed_3_6"), FIXTURES / name)
-    assert [path for path in found if path.endswith(down)] == [path for path in program.layers if path.endswith(down)][
+    program = rewritten_program(name)
+    bits = recipe_bits(program, Quantization.of("mixed_3_6"), FIXTURES / name)
+    assert [path for path in bits if path.endswith(down)] == [path for path in program.layers if path.endswith(down)][
         1:
     ]
 
 
 @pytest.mark.parametrize("name", ["Gelu", "FastGelu", "BiasGelu", "QuickGelu"])
-def test_activations_of_onnxruntime_are_known(name):
+def test_activations_of_onnxruntime_are_recognised(name):
     program = llama(9, pools=True)
     fused = [
         replace(node, op=f"com.microsoft.{name}-1", inputs=node.inputs[:1], attrs={}) if node.op == "mlx.gate" else node
         for node in program.nodes
     ]
-    found = recipe_bits(replace(program, nodes=fused), Quantization.of("mixed_3_6"), Path("model.onnx"))
-    assert found == mlx_lm("mixed_3_6", list(program.layers), 9)
+    bits = recipe_bits(replace(program, nodes=fused), Quantization.of("mixed_3_6"), Path("model.onnx"))
+    assert bits == mlx_lm_bits("mixed_3_6", list(program.layers), 9)
 
 
 def test_a_graph_without_down_projections_is_refused():
@@ -187,10 +187,10 @@ def test_a_graph_without_down_projections_is_refused():
         recipe_bits(llama(0, pools=True, tied=True), Quantization.of("mixed_3_6"), Path("model.onnx"))
 
 
-def test_the_folder_has_the_recipes_bits(tmp_path):
-    changes = PrecisionOptions(Quantization.of({"recipe": "mixed_2_6", "group_size": 32}))
+def test_a_converted_folder_has_the_bits_of_the_recipe(tmp_path):
+    precision = PrecisionOptions(Quantization.of({"recipe": "mixed_2_6", "group_size": 32}))
     program = load_folder(
-        convert(FIXTURES / "llama", "model.onnx", tmp_path / "out", progress=False, precision=changes)
+        convert(FIXTURES / "llama", "model.onnx", tmp_path / "out", progress=False, precision=precision)
     ).decoder.program
     bits = {path: layer.get("bits") for path, layer in program.layers.items()}
     assert bits["lm_head"] == bits["model.layers.1.self_attn.v_proj"] == 6
