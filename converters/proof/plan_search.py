@@ -40,22 +40,22 @@ def candidate_plans(program: Program, signature: DecoderSignature, *, token_by_t
 
 
 def first_agreeing_plan(
-    module: ProgramModule, plans: Sequence[RunPlan], case: ProofCase
-) -> tuple[RunPlan | None, dict[str, float | str]]:
-    """Returns the first plan whose logits agree with the reference, or None, and the error of each plan that was tried.
+    module: ProgramModule, cases: Sequence[ProofCase]
+) -> tuple[ProofCase | None, dict[str, float | str]]:
+    """Returns the first of the cases, each for another plan, with which the module agrees, or None, and their errors.
 
-    A plan's error is a number, or the message of what was raised. case: its own plan is not used.
+    The error of each plan that was tried, by its label, is a number, or the message of what was raised.
     """
     errors: dict[str, float | str] = {}
-    for plan in plans:
+    for case in cases:
         try:
-            error = case.with_plan(plan).error(module)
+            error = case.error(module)
         except Exception as problem:  # whatever a graph raises over this cache, it does not run over it
-            errors[plan.label] = str(problem)
+            errors[case.plan.label] = str(problem)
             continue
-        errors[plan.label] = error
+        errors[case.plan.label] = error
         if error <= case.tolerance:
-            return plan, errors
+            return case, errors
     return None, errors
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
@@ -54,10 +54,6 @@ class ProofCase:
     reference: Logits
     tolerance: float
     plan: RunPlan
-
-    def with_plan(self, plan: RunPlan) -> ProofCase:
-        """Returns the same case for another plan."""
-        return replace(self, plan=plan)
 
     def logits(self, module: ProgramModule) -> Logits:
         """Returns the module's logits for the batch, run as generation runs it."""

@@ -17,7 +17,6 @@ from mlx_transmuter.converters.proof.reference import Reference, UnrewrittenGrap
 from mlx_transmuter.converters.proof.rewrite_search import REWRITE_ERRORS, RewriteSearch
 from mlx_transmuter.converters.proof.staged_weights import SharedArrays, StagedWeights
 from mlx_transmuter.program import Program
-from mlx_transmuter.program.run_plan import RunPlan
 from mlx_transmuter.program.signature import CACHE_INDEX_INPUT, LOGIT_INDICES_INPUT, DecoderSignature
 
 # The error of each plan that was tried by its label, or what was raised.
@@ -25,9 +24,9 @@ PlanErrors = dict[str, float | str]
 
 
 class PlanTrial(NamedTuple):
-    """The plan by which a program agrees with its graph, and the error of each plan that was tried."""
+    """The case with which a program agrees, its plan among it, and the error of each plan that was tried."""
 
-    plan: RunPlan
+    case: ProofCase
     errors: PlanErrors
 
 
@@ -75,7 +74,7 @@ class GraphTrials:
         return self._arrays
 
     def try_program(self, program: Program, records: list[RewriteRecord]) -> PlanTrial | None:
-        """Returns the plan by which the program agrees with the graph, or None."""
+        """Returns the case, for one of the plans, with which the program agrees, or None."""
         try:
             signature = DecoderSignature.from_program(program)
             if self.reference is None:
@@ -88,14 +87,11 @@ class GraphTrials:
             plans = candidate_plans(program, signature, token_by_token=reference.token_by_token)
         except REWRITE_ERRORS:
             return None
-        plan, self.errors = first_agreeing_plan(module, plans, self.case(plans[0]))
+        cases = [ProofCase(self.path, self.batch, reference.logits, self.tolerance, plan) for plan in plans]
+        case, self.errors = first_agreeing_plan(module, cases)
         # The arrays of a program that disagrees are given up: another one may need others.
-        self._arrays = SharedArrays.of(module) if plan else None
-        return PlanTrial(plan, self.errors) if plan else None
-
-    def case(self, plan: RunPlan) -> ProofCase:
-        assert self.reference is not None, "the reference comes before the first trial"
-        return ProofCase(self.path, self.batch, self.reference.logits, self.tolerance, plan)
+        self._arrays = SharedArrays.of(module) if case else None
+        return PlanTrial(case, self.errors) if case else None
 
     def runs_as_the_graph(self, start: Program) -> bool:
         """Returns whether the program, as yet without rewrites, gives the reference: if not, no rewrites of it do."""
@@ -127,8 +123,8 @@ def prove_graph_rewrites(trials: GraphTrials, rewrites: tuple[Rewrite, ...]) -> 
         if agreeing is None and (start is trials.graph or trials.runs_as_the_graph(start)):
             agreeing = search.leave_out_wrong(rewrites)
         if agreeing is not None:
-            (plan, errors), records = agreeing.result, agreeing.all_records(rewrites)
-            return ProvedProgram(agreeing.program, records, trials.case(plan), errors), trials.arrays
+            (case, errors), records = agreeing.result, agreeing.all_records(rewrites)
+            return ProvedProgram(agreeing.program, records, case, errors), trials.arrays
     if trials.reference is None:  # nothing could be built of the graph: this raises what is wrong with it
         program, records = apply_rewrites(trials.graph, ())
         DecoderSignature.from_program(program)
