@@ -7,7 +7,7 @@ from mlx_transmuter.ops import OPERATORS, resolve_operator
 
 
 def run_node(op_type, inputs, attrs=None, outputs=("y",), *, opset=23):
-    """The node's outputs; asserts that they are the same with all inputs known on the host."""
+    """Returns the node's outputs; asserts that they are the same with all inputs known on the host."""
     attrs = attrs or {}
     inputs = [None if x is None else np.asarray(x) for x in inputs]
     results = module_outputs(op_type, inputs, attrs, outputs, "ai.onnx", opset)
@@ -18,12 +18,12 @@ def run_node(op_type, inputs, attrs=None, outputs=("y",), *, opset=23):
 
 
 def assert_node_gives(op_type, inputs, truth, attrs=None, *, opset=23, tolerance=0.0):
-    """Asserts that the node gives `truth`: of its shape and type, and within tolerance times its spread."""
+    """Asserts that the node's output has the shape, type and values of `truth`, within tolerance times its range."""
     assert_outputs_close(np.asarray(truth), run_node(op_type, inputs, attrs, opset=opset)[0], tolerance)
 
 
 def operator_function(op_type, opset=23):
-    """The function declared for the operator at that opset."""
+    """Returns the function declared for the operator at that opset."""
     name = resolve_operator(op_type, opset)
     assert name is not None
     return OPERATORS[name].function

@@ -17,18 +17,20 @@ CONTRIB_DOMAIN = "com.microsoft"
 def onnxruntime_outputs(
     op_type, inputs, attrs, outputs, domain=CONTRIB_DOMAIN, opset=21, input_types=None, output_types=None
 ):
-    """onnxruntime's outputs (None for those not asked for), graph optimisation off.
+    """Returns onnxruntime's outputs, without graph optimisation.
 
-    inputs: arrays, or None for one left out; outputs: names, "" for one left out; types: ONNX element types of inputs
-    by number, where numpy's says too little (int4); output_types: those of outputs by name, where onnxruntime infers
-    none.
+    inputs: arrays, or None for an absent one; outputs: names, "" for an absent one, whose result is None; input_types:
+    number -> ONNX element type of the inputs whose type numpy lacks (int4); output_types: name -> element type of the
+    outputs whose type onnxruntime cannot infer.
     """
     helper, names, values, feeds = onnx.helper, [], [], {}
     for i, array in enumerate(inputs):
         names.append("" if array is None else f"x{i}")
         if array is not None:
             kind = (input_types or {}).get(i) or helper.np_dtype_to_tensor_dtype(array.dtype)
-            if (input_types or {}).get(i):  # onnxruntime's Python cannot be fed these: they go in as initialisers
+            if (input_types or {}).get(
+                i
+            ):  # onnxruntime's Python takes no inputs of these types: they become initialisers
                 values.append(helper.make_tensor(f"x{i}", kind, array.shape, array.ravel()))
             else:
                 values.append(helper.make_tensor_value_info(f"x{i}", kind, array.shape))
@@ -59,9 +61,9 @@ def onnxruntime_outputs(
 
 
 def module_outputs(op_type, inputs, attrs, outputs, domain=CONTRIB_DOMAIN, opset=21, host_inputs=()):
-    """Our outputs, as numpy, in the order of outputs. Inputs numbered in host are constants, the others device values.
+    """Returns the module's outputs as numpy. The inputs of the numbers host_inputs are constants, others device values.
 
-    The module is also traced as a compiled step traces it, so that no operator may look at a device value.
+    The module is also traced like a compiled step, so that an operator that reads a device value fails.
     """
     kind = op_type if domain == "ai.onnx" else f"{domain}.{op_type}"
     name = resolve_operator(kind, opset if domain == "ai.onnx" else 1)
@@ -80,7 +82,7 @@ def module_outputs(op_type, inputs, attrs, outputs, domain=CONTRIB_DOMAIN, opset
     module = ProgramModule(program, {})
     results = module(**given)
     mx.enable_compile()
-    try:  # traced and never run: that would build kernels
+    try:  # traced but not run, as a run would build kernels
         traced = mx.compile(lambda arguments: module(**arguments))(given)
     finally:
         mx.disable_compile()
@@ -103,7 +105,7 @@ def assert_matches_onnxruntime(
     input_types=None,
     output_types=None,
 ):
-    """Asserts that the outputs agree: in shape, type and, within tolerance times their spread, value (0: exactly)."""
+    """Asserts equal shapes and types, and values within tolerance times the largest magnitude (0: equal)."""
     truth = onnxruntime_outputs(op_type, inputs, attrs or {}, outputs, domain, opset, input_types, output_types)
     ours = module_outputs(op_type, inputs, attrs or {}, outputs, domain, opset, host_inputs)
     for name, a, b in zip(outputs, truth, ours, strict=True):
@@ -112,7 +114,7 @@ def assert_matches_onnxruntime(
 
 
 def assert_outputs_close(expected, actual, tolerance, name="y"):
-    """Asserts that ours has truth's shape, type and values within tolerance times the spread of truth (0: exactly)."""
+    """Asserts that actual has the shape, type and, within tolerance times the range, values of expected (0: equal)."""
     assert actual.shape == expected.shape, f"{name}: {actual.shape} for {expected.shape}"
     assert actual.dtype == expected.dtype or (actual.dtype, expected.dtype) in NARROWED_DTYPES, (
         f"{name}: {actual.dtype} for {expected.dtype}"

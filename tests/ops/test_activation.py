@@ -1,4 +1,4 @@
-"""Functions of one array against onnxruntime, far out and at their kinks, in single and half."""
+"""Activations and elementwise functions against onnxruntime: large values, kinks, single and half precision."""
 
 from math import erf
 
@@ -40,17 +40,17 @@ UNIT_INTERVAL = np.linspace(-0.99, 0.99, 33).astype(np.float32)
         ("Abs", {}),
     ],
 )
-def test_everywhere(kind, attrs):
+def test_functions_of_all_numbers(kind, attrs):
     assert_matches_onnxruntime(kind, [X], attrs, domain="ai.onnx", tolerance=2e-6)
 
 
 @pytest.mark.parametrize("kind", ["Asin", "Acos", "Atanh", "Tan", "Sinh", "Cosh", "Exp"])
-def test_inside_their_range(kind):
+def test_functions_within_their_domain(kind):
     assert_matches_onnxruntime(kind, [UNIT_INTERVAL], {}, domain="ai.onnx", tolerance=2e-6)
 
 
 @pytest.mark.parametrize("kind", ["Log", "Sqrt", "Reciprocal", "Acosh"])
-def test_of_positive_numbers(kind):
+def test_functions_of_positive_numbers(kind):
     assert_matches_onnxruntime(
         kind, [np.linspace(1.1, 50, 33).astype(np.float32)], {}, domain="ai.onnx", tolerance=2e-6
     )
@@ -61,7 +61,7 @@ def test_slopes_broadcast():
     assert_matches_onnxruntime("PRelu", [x, np.array([[0.1], [0.2], [-0.3]], np.float32)], {}, domain="ai.onnx")
 
 
-def test_gates():
+def test_swish_and_swiglu():
     x, gate = X[:20], X[20:40]
     sigmoid = 1 / (1 + np.exp(-1.5 * gate.astype(np.float64)))
     assert_node_gives("Swish", [gate], (gate * sigmoid).astype(np.float32), {"alpha": 1.5}, opset=24, tolerance=1e-6)
@@ -71,7 +71,7 @@ def test_gates():
 
 
 @pytest.mark.parametrize("kind", ["Sigmoid", "Tanh", "Gelu", "Softplus", "Erf", "Elu", "Mish", "HardSwish", "Shrink"])
-def test_halves_keep_their_type(kind):
+def test_half_precision_inputs_give_half_precision_outputs(kind):
 
     x = X.astype(np.float16)
     wide = X.astype(np.float64)

@@ -1,4 +1,4 @@
-"""Arithmetic against Python's own integers and NumPy's floats: signs, extremes, NaN, broadcasting."""
+"""Arithmetic against Python's integers and NumPy's floats: signs, extremes, NaN, broadcasting."""
 
 import math
 
@@ -17,7 +17,7 @@ integers = st.sampled_from([INT32.min, INT32.min + 1, -7, -3, -2, -1, 0, 1, 2, 3
 
 
 def wrap_int32(value: int) -> int:
-    """The integer as 32 bits hold it."""
+    """Returns the integer wrapped to 32 bits."""
     return (value - INT32.min) % 2**32 + INT32.min
 
 
@@ -42,7 +42,7 @@ def test_integers_divide_toward_zero(arrays):
 
 @SETTINGS
 @given(broadcastable_pairs(integers), st.booleans())
-def test_integer_remainders_have_the_sign_that_fmod_says(arrays, fmod):
+def test_the_sign_of_integer_remainders_follows_fmod(arrays, fmod):
     a, b = arrays[0], np.where(arrays[1] == 0, 1, arrays[1])
     # Python's % has the divisor's sign, math.fmod the dividend's; both are exact for 32-bit integers.
     rest = np.vectorize(lambda x, y: int(math.fmod(int(x), int(y))) if fmod else int(x) % int(y))
@@ -52,7 +52,7 @@ def test_integer_remainders_have_the_sign_that_fmod_says(arrays, fmod):
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.uint32])
-def test_narrow_integers_divide_and_leave_remainders_alike(dtype):
+def test_narrow_integers_divide_like_wide_ones(dtype):
     limits = np.iinfo(dtype)
     values = sorted({limits.min, limits.max, 1, 2, 3, 7, 100, *((-1, -2, -3, -7, -100) if limits.min else ())})
     a = np.array(values, dtype)[:, None]
@@ -76,7 +76,7 @@ def test_float_remainders():
         assert_node_gives("Mod", [a, b], np.mod(a, b), opset=28, tolerance=1e-6)
 
 
-def test_extrema_keep_nan_and_clip_takes_the_upper_bound():
+def test_extrema_propagate_nan_and_clip_prefers_the_upper_bound():
     a, b = SPECIAL_FLOATS[:, None], SPECIAL_FLOATS[None, :]
     assert_node_gives("Max", [a, b], np.maximum(a, b))
     assert_node_gives("Min", [a, b], np.minimum(a, b))
@@ -87,7 +87,7 @@ def test_extrema_keep_nan_and_clip_takes_the_upper_bound():
     assert_node_gives("Clip", [np.array([-3, 5], np.int32), np.int32(0)], np.array([0, 5], np.int32))
 
 
-def test_sums_of_many():
+def test_sums_of_several_inputs():
     rng = np.random.default_rng(0)
     xs = [rng.normal(size=shape).astype(np.float32) for shape in ((2, 1, 3), (4, 1), (), (3,))]
     assert_node_gives("Sum", xs, sum(xs), tolerance=1e-6)

@@ -11,7 +11,7 @@ SETTINGS = settings(max_examples=80, derandomize=True)
 
 
 def brute_force_attention(q, k, v, bias, scale, softcap):
-    """One query and one column at a time, float64; bias [batch, heads, queries, columns], -inf where a column is hidden."""
+    """Returns attention computed query by query in float64; bias: [batch, heads, queries, columns], -inf where hidden."""
     batch, heads, queries, _ = q.shape
     group = heads // k.shape[1]
     y = np.zeros((batch, heads, queries, v.shape[-1]))

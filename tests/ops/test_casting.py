@@ -1,4 +1,4 @@
-"""Casts: what ONNX defines of them, saturation of 32-bit integers, integers of 4 bits, halves, bits."""
+"""Casts: ONNX's rules, saturation of 32-bit integers, 4-bit integers, half precision, bit casts."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ INT32 = np.iinfo(np.int32)
 
 
 @pytest.mark.parametrize("to", ["int32", "int64"])
-def test_floats_become_integers_toward_zero_and_within_range(to):
+def test_floats_are_truncated_and_saturated_to_integers(to):
     x = np.array(
         [-np.inf, -3e9, -2147483648, -1.9, -0.5, 0.5, 1.9, 16777217, 2147483520, 2147483648, np.inf], np.float32
     )
@@ -24,14 +24,14 @@ def test_integers_keep_their_low_bits(to):
     assert_node_gives("Cast", [x], x.astype(to), {"to": ELEMENT_TYPE_CODES[to]})
 
 
-def test_bools():
+def test_casts_to_bool():
     x = np.array([0.0, -0.0, 0.1, -3, np.nan, np.inf], np.float32)
     assert_node_gives("Cast", [x], x.astype(bool), {"to": ELEMENT_TYPE_CODES["bool"]})
     for to in ("float32", "float16", "int32", "uint8"):
         assert_node_gives("Cast", [np.array([True, False])], np.array([1, 0], to), {"to": ELEMENT_TYPE_CODES[to]})
 
 
-def test_halves_overflow_to_infinity():
+def test_casts_to_half_precision_overflow_to_infinity():
     x = np.array([65504, 65519, 65520, -1e6, 1e-8], np.float32)
     with np.errstate(over="ignore"):
         assert_node_gives("Cast", [x], x.astype(np.float16), {"to": ELEMENT_TYPE_CODES["float16"]})
@@ -47,13 +47,13 @@ def test_narrow_integers_wrap(to, bits, signed):
     )
 
 
-def test_like_another_array():
+def test_cast_like():
     x = np.array([1.5, -2.5], np.float32)
     assert_node_gives("CastLike", [x, np.zeros(3, np.int32)], np.array([1, -2], np.int32))
     assert_node_gives("CastLike", [x, np.zeros((), np.float16)], x.astype(np.float16))
 
 
-def test_bits_read_as_another_type_of_their_width():
+def test_bit_cast():
     x = np.array([1.0, -0.0, np.inf], np.float32)
     assert_node_gives("BitCast", [x], x.view(np.int32), {"to": ELEMENT_TYPE_CODES["int32"]}, opset=26)
     assert_node_gives(
@@ -68,7 +68,7 @@ def test_bits_read_as_another_type_of_their_width():
             run_node("BitCast", [x], {"to": ELEMENT_TYPE_CODES[to]}, opset=26)
 
 
-def test_types_that_no_device_has_are_refused():
+def test_casts_to_types_without_a_device_type_raise():
     for to in ("string", "float8_e4m3fn"):
         with pytest.raises(OperatorError, match=f"a tensor of type {to}"):
             run_node("Cast", [np.zeros(2, np.float32)], {"to": ELEMENT_TYPE_CODES[to]})

@@ -1,4 +1,4 @@
-"""Shapes and places of com.microsoft against onnxruntime."""
+"""Shape and index operators of com.microsoft against onnxruntime."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def test_inverse():
 
 
 def test_torch_embedding():
-    """onnxruntime has no CPU kernel of it: numpy is the truth."""
+    """Against numpy, as onnxruntime has no CPU kernel of it."""
     weight, indices = floats(1, 5, 3), np.array([[0, 4], [2, 2]])
     (ours,) = module_outputs("TorchEmbedding", [weight, indices], {}, ("y",))
     np.testing.assert_array_equal(ours, weight[indices])

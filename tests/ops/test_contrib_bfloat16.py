@@ -8,7 +8,7 @@ ml_dtypes = pytest.importorskip("ml_dtypes")
 
 
 def floats(seed, *shape):
-    """Numbers that bfloat16 holds exactly, in float32."""
+    """Returns numbers that bfloat16 represents exactly, as float32."""
     values = np.random.default_rng(seed).normal(size=shape)
     return values.astype(ml_dtypes.bfloat16).astype(np.float32)
 
@@ -23,7 +23,7 @@ def assert_matches_float32(op_type, inputs, attrs=None, domain="com.microsoft", 
 @pytest.mark.parametrize(("bits", "block"), [(4, 32), (8, 64), (4, 16), (2, 32)])
 @pytest.mark.parametrize("zero_points", [False, True])
 def test_mat_mul_n_bits(zero_points, bits, block):
-    """Zero point times scale needs more digits than bfloat16 has: the products go through float32."""
+    """Zero point times scale needs more bits than bfloat16 has, so the products are computed in float32."""
     rng = np.random.default_rng(1)
     b = rng.integers(0, 256, size=(9, 256 // block, block * bits // 8)).astype(np.uint8)
     scales = floats(2, 9, 256 // block) / 2**bits

@@ -9,7 +9,7 @@ INT4, UINT4 = 22, 21  # ONNX TensorProto.DataType
 
 
 def matmul_nbits_inputs(seed, n, k, block, bits, zero_points="none", dtype=np.float32, rows=3):
-    """The inputs of MatMulNBits: a, b, scales, zero_points."""
+    """Returns the inputs of MatMulNBits: a, b, scales, zero_points."""
     rng = np.random.default_rng(seed)
     blocks = -(-k // block)
     b = rng.integers(0, 256, size=(n, blocks, block * bits // 8)).astype(np.uint8)
@@ -37,7 +37,7 @@ def test_mat_mul_n_bits(zero_points, bits, block):
 
 
 def reference_matmul_nbits(a, b, scales, zeros, block_of, bits):
-    """a times the transpose of (values - zero points) · scales, as the schema defines it, zero points in floats."""
+    """Returns a times the transpose of (values - zero points) · scales, as the schema defines it, in floats."""
     values = (b[..., None] >> np.arange(0, 8, bits, dtype=np.uint8)) & (2**bits - 1)
     values = values.reshape(len(b), -1)[:, : a.shape[-1]]
     return (a @ ((values - zeros[:, block_of].astype(np.float64)) * scales[:, block_of]).T).astype(a.dtype)
@@ -45,7 +45,7 @@ def reference_matmul_nbits(a, b, scales, zeros, block_of, bits):
 
 @pytest.mark.parametrize("k", [40, 96, 200])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_part_of_a_block(bits, k):
+def test_an_incomplete_last_block(bits, k):
     inputs = matmul_nbits_inputs(2, 7, k, 64, bits, "packed")
     assert_matches_onnxruntime(
         "MatMulNBits", [*inputs, None, np.arange(7, dtype=np.float32)], {"K": k, "N": 7, "bits": bits, "block_size": 64}
@@ -60,7 +60,7 @@ def test_flat_scales_and_zero_points(bits):
     )
 
 
-def test_blocks_out_of_order():
+def test_g_idx_in_any_order():
     a, b, scales, zeros = matmul_nbits_inputs(4, 6, 96, 32, 4, "float")
     order = np.random.default_rng(4).permutation(np.arange(96) // 32).astype(np.int32)
     attrs = {"K": 96, "N": 6, "bits": 4, "block_size": 32}
@@ -79,7 +79,7 @@ def test_float16(bits, block, zero_points):
     )
 
 
-def test_no_weight():
+def test_an_empty_weight():
     a, b, scales, _ = matmul_nbits_inputs(6, 5, 64, 32, 4)
     attrs = {"K": 64, "N": 5, "bits": 4, "block_size": 32}
     assert_matches_onnxruntime("MatMulNBits", [a, b[:0], scales], attrs)
@@ -89,7 +89,7 @@ def test_no_weight():
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("zero_points", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_gather_of_bytes(dtype, zero_points, bits):
+def test_gather_from_packed_bytes(dtype, zero_points, bits):
     rng = np.random.default_rng(7)
     data = pack_bits(rng.integers(0, 2**bits, size=(9, 64)), bits)
     scales = rng.uniform(0.5, 1.5, size=(9, 4)).astype(dtype)
@@ -102,7 +102,7 @@ def test_gather_of_bytes(dtype, zero_points, bits):
 @pytest.mark.parametrize("kind", [INT4, UINT4])
 @pytest.mark.parametrize(("gather_axis", "quantize_axis"), [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (0, 0)])
 @pytest.mark.parametrize("zero_points", [False, True])
-def test_gather_of_four_bits(zero_points, gather_axis, quantize_axis, kind):
+def test_gather_from_4_bit_tensors(zero_points, gather_axis, quantize_axis, kind):
     rng = np.random.default_rng(8)
     low, high, dtype = (-8, 8, np.int8) if kind == INT4 else (0, 16, np.uint8)
     shape = [6, 4, 5]

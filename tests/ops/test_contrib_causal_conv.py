@@ -1,4 +1,4 @@
-"""CausalConvWithState and its form for packed sequences against onnxruntime."""
+"""CausalConvWithState and VarlenCausalConvWithState against onnxruntime."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def test_float16():
 
 @pytest.mark.parametrize("seq", [1, 2, 5])
 def test_states_of_the_last_tokens(seq):
-    """onnxruntime's CPU provider has no such window: what it gives for the tokens up to each is the truth."""
+    """onnxruntime's CPU provider has no state_window: expected are its states after the tokens up to each."""
     x, weight, slots = floats(1, B, C, seq), floats(2, C, 1, 4), floats(3, 3, B, C, 3)
     y, states = module_outputs("CausalConvWithState", [x, weight, None, slots], {"state_window": 3}, OUTPUTS)
     for slot in range(3):
@@ -43,7 +43,7 @@ def test_states_of_the_last_tokens(seq):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_packed_sequences(bias):
+def test_varlen_causal_conv_with_state(bias):
     bounds = np.array([0, 2, 3, 9], dtype=np.int32)
     inputs = [floats(1, 9, C), floats(2, C, 1, 4), bounds, floats(3, C) if bias else None, floats(4, 3, C, 3)]
     assert_matches_onnxruntime("VarlenCausalConvWithState", inputs, {"activation": "silu"}, OUTPUTS, tolerance=1e-6)

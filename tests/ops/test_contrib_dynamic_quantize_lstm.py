@@ -1,7 +1,7 @@
 """DynamicQuantizeLSTM against onnxruntime.
 
-A state that differs by the last bit of its activation can be rounded the other way by the next step, which is 1 / 255
-of its range: the tolerance is that of a few such steps.
+A state that differs in the last bit can be rounded to the next integer by the next step, a difference of 1 / 255 of its
+range: the tolerance allows a few such steps.
 """
 
 from functools import partial

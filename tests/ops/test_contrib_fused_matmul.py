@@ -20,7 +20,7 @@ def test_fused_mat_mul(trans_a, trans_b, batch):
 
 @pytest.mark.parametrize(("trans_a", "trans_b"), TRANSPOSES)
 @pytest.mark.parametrize(("batch_a", "batch_b"), TRANSPOSES[1:])
-def test_fused_mat_mul_of_batches_behind_the_rows(batch_a, batch_b, trans_a, trans_b):
+def test_fused_mat_mul_with_transposed_batch_axes(batch_a, batch_b, trans_a, trans_b):
     def operand(seed, rows, columns, last, behind):
         shape = (columns, rows) if last else (rows, columns)
         return floats(seed, *((shape[0], 2, 3, shape[1]) if behind else (2, 3, *shape)))
@@ -43,7 +43,7 @@ def test_fused_gemm(trans_a, trans_b, activation):
     assert_matches_onnxruntime("FusedGemm", [a, b, floats(3, 5)], attrs)
 
 
-def test_products_without_a_cpu_kernel():
+def test_operators_without_an_onnxruntime_cpu_kernel():
     a, b, bias = floats(1, 2, 4, 6), floats(2, 6, 5), floats(3, 5)
     (product,) = onnxruntime_outputs("FusedMatMul", [a, b], {"alpha": 0.5}, ("y",))
     (ours,) = module_outputs("FusedMatMulActivation", [a, b], {"alpha": 0.5, "activation": "Relu"}, ("y",))

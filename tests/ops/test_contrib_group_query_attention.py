@@ -1,4 +1,4 @@
-"""GroupQueryAttention against onnxruntime: every attribute, prompts and their parts, single tokens, ragged batches."""
+"""GroupQueryAttention against onnxruntime: every attribute, prompts, chunks, single tokens, ragged batches."""
 
 import mlx.core as mx
 import numpy as np
@@ -101,7 +101,7 @@ def test_group_query_attention(feature, past_lengths, seq, capacity):
 
 
 def assert_matches_onnxruntime_rows(case, outputs=OUTPUT_NAMES, tolerance=1e-5, host=(6,)):
-    """onnxruntime's outputs and ours, of which the attention and the rows that are filled must agree."""
+    """Asserts that the attention and the filled columns of the buffers agree with onnxruntime's."""
     truth = onnxruntime_outputs("GroupQueryAttention", case.inputs, case.attrs, outputs)
     ours = module_outputs("GroupQueryAttention", case.inputs, case.attrs, outputs, host_inputs=host)
     assert_outputs_close(truth[0], ours[0], tolerance)
@@ -149,8 +149,8 @@ def test_prompts_padded_on_the_right():
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_a_ragged_part_gives_each_row_what_it_gets_alone(feature):
-    """onnxruntime takes several tokens on a past only for one row: its rows one by one are the truth of the batch."""
+def test_each_row_of_a_ragged_batch_equals_the_row_alone(feature):
+    """onnxruntime takes several tokens on a past for one row only: expected are its outputs row by row."""
     case = GroupQueryCase(6, (3, 0, 7), 4, 16, **FEATURES[feature])
     ours = module_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES, host_inputs=(6,))
     for b, length in enumerate(case.lengths):
@@ -166,7 +166,7 @@ def test_a_total_known_only_when_the_step_runs():
     assert_matches_onnxruntime_rows(case, host=())
 
 
-def test_rows_of_the_buffer_that_are_not_filled_are_never_read():
+def test_unfilled_columns_of_the_buffers_are_never_read():
     case = GroupQueryCase(8, (3, 6), 1, 12)
     for past in (3, 4):
         for row, past_length in enumerate(case.past_lengths):
@@ -203,7 +203,7 @@ def test_scores(stage):
 
 
 def test_query_and_key_norms():
-    """onnxruntime's CPU provider refuses the norms: its truth is the same node after norms of its own."""
+    """onnxruntime's CPU provider has no such norms: expected is the node without them after separate norms."""
     case = GroupQueryCase(13, (3, 6), 1, 12, rotary=True, q_norm_epsilon=1e-3)
     rng = np.random.default_rng(13)
     q_norm, k_norm = (rng.normal(size=DIM).astype(np.float32) for _ in range(2))
@@ -229,8 +229,8 @@ def test_query_and_key_norms():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-def test_a_row_that_sees_nothing_gives_no_nan(dtype, softcap):
-    """Exporters add the smallest number, or −inf, for every column of a padding token."""
+def test_a_fully_masked_row_gives_no_nan(dtype, softcap):
+    """Exporters add the lowest number, or −inf, for every column of a padding token."""
     for smallest in (np.finfo(dtype).min, -np.inf):
         case = GroupQueryCase(14, (0, 0), 4, 0, bias=True, dtype=dtype, softcap=softcap)
         case.inputs[10][0, :, 2] = smallest
@@ -240,8 +240,8 @@ def test_a_row_that_sees_nothing_gives_no_nan(dtype, softcap):
 
 @settings(max_examples=80)
 @given(st.data())
-def test_any_case(data):
-    """Rows of a batch one by one: onnxruntime takes no more of several tokens on a past."""
+def test_random_cases(data):
+    """Row by row, as onnxruntime takes several tokens on a past for one row only."""
     batch, seq = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
     past_lengths = [data.draw(st.integers(0, 8)) for _ in range(batch)]
     attrs = {
@@ -271,8 +271,8 @@ def test_any_case(data):
 
 
 @pytest.mark.usefixtures("compiling")
-def test_layers_share_positions_angles_and_masks(tmp_path):
-    """A step of more layers gathers no more angles and compares no more positions: mx.compile joins them."""
+def test_layers_of_a_step_share_positions_angles_and_masks(tmp_path):
+    """More layers gather angles and compare positions no more often, as mx.compile merges these operations."""
 
     def counts(layers):
         case = GroupQueryCase(15, (3, 6), 1, 12, rotary=True, local_window_size=5)

@@ -63,7 +63,7 @@ def test_mat_mul_integer_16():
 
 
 def test_sums_and_products_of_integers():
-    """onnxruntime has no CPU kernel of them: numpy is the truth."""
+    """Against numpy, as onnxruntime has no CPU kernel of them."""
     a, b = integers(1, np.int8, 2, 3, 4), integers(2, np.int8, 3, 1)
     (ours,) = module_outputs("MulInteger", [a, np.array(3, dtype=np.int8), b, np.array(-5, dtype=np.int8)], {}, ("y",))
     np.testing.assert_array_equal(ours, (a.astype(np.int32) - 3) * (b.astype(np.int32) + 5))

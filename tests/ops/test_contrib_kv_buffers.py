@@ -1,4 +1,4 @@
-"""Writes into buffers of keys and values against numpy, and what they cost."""
+"""Writes into buffers of keys and values against numpy, and their memory."""
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +11,7 @@ from mlx_transmuter.ops.contrib.kv_buffers import value_if_known, write_to_buffe
 
 @settings(max_examples=60)
 @given(st.data())
-def test_rows_are_written_where_each_row_of_the_batch_starts(data):
+def test_each_row_is_written_from_its_own_start(data):
     batch, seq, length = (data.draw(st.integers(low, high)) for low, high in ((1, 3), (1, 4), (0, 9)))
     capacity = data.draw(st.integers(max(length, seq), 12))
     starts = [data.draw(st.integers(0, capacity - seq)) for _ in range(batch)]
@@ -29,8 +29,8 @@ def test_rows_are_written_where_each_row_of_the_batch_starts(data):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_write_takes_no_memory_of_the_buffers_size(batch):
-    """One owner gives its buffer away: the new one is the old one's memory, whatever its length."""
+def test_a_write_allocates_no_memory_of_the_size_of_the_buffer(batch):
+    """A buffer without another reference is written in place, whatever its length."""
     held = [mx.zeros((batch, 2, 2**15, 16))]
     rows, starts = mx.ones((batch, 2, 2, 16)), mx.array([5] * batch)
     mx.eval(held, rows, starts)
@@ -44,7 +44,7 @@ def test_a_write_takes_no_memory_of_the_buffers_size(batch):
 
 
 @pytest.mark.usefixtures("compiling")
-def test_a_number_is_known_where_it_is_no_value_of_the_step():
+def test_a_number_is_known_unless_the_step_computes_it():
     found = []
 
     def step(number):

@@ -1,4 +1,4 @@
-"""LinearAttention and its kin against onnxruntime, which goes token by token."""
+"""LinearAttention and GatedDeltaNet against onnxruntime, which computes them token by token."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ OUTPUTS = ("y", "state")
 
 
 def unit_keys(x, heads):
-    """x with the keys of each head made unit vectors, as the delta rules ask for."""
+    """Returns x with each head's keys normalised to unit vectors, as the delta rules need."""
     by_head = x.reshape(*x.shape[:-1], heads, -1)
     return (by_head / np.linalg.norm(by_head, axis=-1, keepdims=True)).reshape(x.shape).astype(np.float32)
 
@@ -32,7 +32,7 @@ def linear_attention_attrs(heads=2, kv_heads=2, **others):
 @pytest.mark.parametrize("rule", ["linear", "gated", "delta", "gated_delta"])
 @pytest.mark.parametrize("seq", [1, 3, 16, 100])
 @pytest.mark.parametrize("by_channel", [False, True])
-def test_rules(by_channel, seq, rule):
+def test_update_rules(by_channel, seq, rule):
     case = linear_attention_inputs(seq, by_channel=by_channel)
     case = [
         None if (i == 4 and "gated" not in rule) or (i == 5 and "delta" not in rule) else x for i, x in enumerate(case)
@@ -44,7 +44,7 @@ def test_rules(by_channel, seq, rule):
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (2, 4)])
 @pytest.mark.parametrize("seq", [1, 20])
-def test_heads_that_share(seq, heads, kv_heads):
+def test_shared_heads(seq, heads, kv_heads):
     assert_matches_onnxruntime(
         "LinearAttention",
         linear_attention_inputs(seq, heads, kv_heads),
@@ -62,8 +62,8 @@ def test_heads_that_share(seq, heads, kv_heads):
 
 
 @pytest.mark.parametrize("by_channel", [False, True])
-def test_strong_decays_and_keys_that_are_alike(by_channel):
-    """Where ratios of decays would overflow, and where a power series for the inverse would lose every digit."""
+def test_strong_decays_and_similar_keys(by_channel):
+    """Ratios of decays would overflow here, and a power series for the inverse would lose all digits."""
     assert_matches_onnxruntime(
         "LinearAttention",
         linear_attention_inputs(130, by_channel=by_channel, strong=40.0),
@@ -78,7 +78,7 @@ def test_strong_decays_and_keys_that_are_alike(by_channel):
 
 @pytest.mark.parametrize("seq", [1, 2, 7])
 def test_states_of_the_last_tokens(seq):
-    """onnxruntime's CPU provider has no such window: what it gives for the tokens up to each is the truth."""
+    """onnxruntime's CPU provider has no state_window: expected are its states after the tokens up to each."""
     case = linear_attention_inputs(seq)
     slots = np.stack([floats(7 + i, B, 2, DK, DV) for i in range(3)])  # only the last is read
     y, states = module_outputs(
@@ -112,7 +112,7 @@ HEADS, V_HEADS = 2, 4
 
 
 def gated_delta_net_inputs(lead, by_channel=False, state=None):
-    """The inputs of GatedDeltaNet up to the state; lead: the axes before the heads."""
+    """Returns the inputs of GatedDeltaNet up to the state; lead: the sizes of the axes before the heads."""
     decay = -np.abs(floats(4, *lead, V_HEADS, *([DK] if by_channel else [])))
     beta = 1 / (1 + np.exp(-floats(5, *lead, V_HEADS)))
     q, k, v = floats(1, *lead, HEADS, DK), unit_keys(floats(2, *lead, HEADS, DK), 1), floats(3, *lead, V_HEADS, DV)

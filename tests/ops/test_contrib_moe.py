@@ -14,7 +14,7 @@ EXPERTS, HIDDEN, INNER = 5, 64, 32
 
 
 def dense_weights(fused, bias=True, dtype=np.float32):
-    """fc1, its bias, fc2, its bias."""
+    """Returns fc1, its bias, fc2, its bias."""
     inner = 2 * INNER if fused else INNER
     parts = [
         floats(3, EXPERTS, inner, HIDDEN),
@@ -54,8 +54,8 @@ def test_q_moe_in_float16(block):
     assert_matches_onnxruntime("QMoE", inputs, attrs, tolerance=3e-3)
 
 
-def test_gates_apart_and_side_by_side():
-    """onnxruntime's CPU provider has interleaved gates alone: with its rows in that order it is the others' truth."""
+def test_separate_and_concatenated_gates():
+    """Against interleaved gates, the only ones of onnxruntime's CPU provider, with the rows in that order."""
     x, router = floats(1, 7, HIDDEN, spread=1), floats(2, 7, EXPERTS, spread=2)
     fc1, bias1, fc2, bias2 = dense_weights(True)
     attrs = {"k": 2, "activation_type": "swiglu", "activation_alpha": 1.2, "activation_beta": 0.5}
@@ -69,7 +69,7 @@ def test_gates_apart_and_side_by_side():
 
 
 def quantized_weights(seed, rows, columns, bits, block, zero_points):
-    """Packed weights, scales and packed zero points of one projection."""
+    """Returns packed weights, scales and packed zero points of one projection."""
     rng = np.random.default_rng(seed)
     blocks = () if block is None else (columns // block,)
     scales = rng.uniform(0.5, 1.5, size=(EXPERTS, rows, *blocks)).astype(np.float32) / 2**bits / 3
@@ -100,7 +100,7 @@ def test_q_moe(fused, bits, block, zero_points):
     assert_matches_onnxruntime("QMoE", inputs, attrs, tolerance=2e-2 if bits == 8 and block else 1e-5)
 
 
-def test_experts_chosen_by_one_score_and_weighted_by_another():
+def test_router_weights_replace_the_probabilities_as_scores():
     x, router, weights = floats(1, 7, HIDDEN, spread=1), floats(2, 7, EXPERTS, spread=2), np.abs(floats(9, 7, EXPERTS))
     first, second = quantized_weights(3, INNER, HIDDEN, 4, 32, False), quantized_weights(4, HIDDEN, INNER, 4, 32, False)
     inputs = [x, router, *first[:2], None, *second[:2], None, *[None] * 6, weights]

@@ -9,8 +9,8 @@ B, S, H, D = 2, 4, 3, 8
 T = S + 3
 
 
-def mask_forms(context, seq):
-    """onnxruntime's forms of a mask over padded rows; every row sees a column."""
+def padding_masks(context, seq):
+    """Returns onnxruntime's kinds of masks over padded rows, by name; every row sees a column."""
     raw = np.ones((B, context), dtype=np.int32)
     raw[0, 0] = raw[1, -1] = 0
     return {
@@ -24,29 +24,29 @@ def mask_forms(context, seq):
 
 @pytest.mark.parametrize("unidirectional", [0, 1])
 @pytest.mark.parametrize("past", [0, 3])
-@pytest.mark.parametrize("form", mask_forms(1, 1))
-def test_attention(form, past, unidirectional):
+@pytest.mark.parametrize("mask_kind", padding_masks(1, 1))
+def test_attention(mask_kind, past, unidirectional):
     x, weights, bias = floats(1, B, S, 10), floats(2, 10, 3 * H * D), floats(3, 3 * H * D)
-    inputs = [x, weights, bias, mask_forms(past + S, S)[form], floats(4, 2, B, H, past, D) if past else None]
+    inputs = [x, weights, bias, padding_masks(past + S, S)[mask_kind], floats(4, 2, B, H, past, D) if past else None]
     attrs = {"num_heads": H, "unidirectional": unidirectional}
     assert_matches_onnxruntime("Attention", inputs, attrs, ("y", "present"))
 
 
-def test_attention_biases_sizes_and_scale():
+def test_attention_with_bias_sizes_and_scale():
     x, weights, bias = floats(1, B, S, 10), floats(2, 10, H * (8 + 8 + 5)), floats(3, H * (8 + 8 + 5))
     attrs = {"num_heads": H, "qkv_hidden_sizes": [24, 24, 15], "scale": 0.2}
     assert_matches_onnxruntime("Attention", [x, weights, bias, None, None, floats(5, B, H, S, S)], attrs)
     assert_matches_onnxruntime("Attention", [x, weights, bias, None, None, floats(5, 1, 1, S, S)], attrs)
-    raw = mask_forms(S, S)["raw"]
+    raw = padding_masks(S, S)["raw"]
     assert_matches_onnxruntime("Attention", [x, weights, bias, raw], {**attrs, "mask_filter_value": -50.0})
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("unidirectional", [0, 1])
-@pytest.mark.parametrize("form", ["none", "ends", "raw"])
-def test_multi_head_attention(form, unidirectional, bias):
+@pytest.mark.parametrize("mask_kind", ["none", "ends", "raw"])
+def test_multi_head_attention(mask_kind, unidirectional, bias):
     q, k, v = (floats(i, B, S, H * D) for i in range(3))
-    inputs = [q, k, v, floats(3, 3 * H * D) if bias else None, mask_forms(S, S)[form]]
+    inputs = [q, k, v, floats(3, 3 * H * D) if bias else None, padding_masks(S, S)[mask_kind]]
     assert_matches_onnxruntime("MultiHeadAttention", inputs, {"num_heads": H, "unidirectional": unidirectional})
 
 
@@ -56,13 +56,13 @@ def test_multi_head_attention_with_a_past(unidirectional):
     past = [floats(5, B, H, 3, D), floats(6, B, H, 3, D)]
     outputs = ("y", "present_key", "present_value")
     for attention_bias in (None, floats(7, 1, H, S, T), floats(8, B, 1, S, T)):
-        inputs = [q, k, v, floats(3, 3 * H * D), mask_forms(T, S)["raw"], attention_bias, *past]
+        inputs = [q, k, v, floats(3, 3 * H * D), padding_masks(T, S)["raw"], attention_bias, *past]
         assert_matches_onnxruntime(
             "MultiHeadAttention", inputs, {"num_heads": H, "unidirectional": unidirectional}, outputs
         )
 
 
-def test_multi_head_attention_over_another_sequence():
+def test_multi_head_cross_attention():
     q, k, v = floats(1, B, S, H * D), floats(2, B, 6, H * D), floats(3, B, 6, H * 5)
     assert_matches_onnxruntime("MultiHeadAttention", [q, k, v, floats(4, H * (2 * D + 5))], {"num_heads": H})
     assert_matches_onnxruntime("MultiHeadAttention", [q, k, v], {"num_heads": H, "scale": 0.1})
@@ -76,7 +76,7 @@ def test_multi_head_attention_scores():
     outputs = ("y", "present_key", "present_value", "qk")
     assert_matches_onnxruntime(
         "MultiHeadAttention",
-        [q, k, v, None, mask_forms(S, S)["raw"]],
+        [q, k, v, None, padding_masks(S, S)["raw"]],
         {"num_heads": H, "mask_filter_value": -5.0},
         outputs,
         output_types={"qk": 1},
@@ -84,7 +84,7 @@ def test_multi_head_attention_scores():
 
 
 def test_packed_projections():
-    """onnxruntime's CPU provider refuses them packed: its truth is the same projections apart."""
+    """Against separate projections, as onnxruntime's CPU provider has no packed ones."""
     q, k, v = (floats(i, B, S, H, D) for i in range(3))
     (truth,) = onnxruntime_outputs(
         "MultiHeadAttention", [x.reshape(B, S, -1) for x in (q, k, v)], {"num_heads": H}, ("y",)
@@ -96,7 +96,7 @@ def test_packed_projections():
     assert_outputs_close(truth, ours, 1e-5)
 
 
-def test_a_row_that_sees_nothing_gives_no_nan():
+def test_a_fully_masked_row_gives_no_nan():
     x, weights, bias = floats(1, B, S, 10), floats(2, 10, 3 * H * D), floats(3, 3 * H * D)
     mask = np.zeros((B, S), dtype=np.int32)
     for dtype in (np.float32, np.float16):
@@ -132,7 +132,7 @@ OUTPUT_NAMES = ("y", "present_key", "present_value")
 
 
 def buffer_inputs(seq, mask=False, bias=False):
-    """query, key, value, mask, attention bias, past key, past value, past length."""
+    """Returns query, key, value, mask, attention bias, past key, past value, past length."""
     q, k, v = (floats(i, B, seq, H * D) for i in range(3))
     total = PAST_LENGTH + seq
     raw = np.ones((B, total), dtype=np.int32)
@@ -175,7 +175,7 @@ def test_decoder_masked_multi_head_attention(beams, bias, mask):
     assert_written_part_close("DecoderMaskedMultiHeadAttention", inputs, attrs)
 
 
-def test_decoder_masked_multi_head_attention_over_another_sequence():
+def test_decoder_masked_multi_head_cross_attention():
     q, cache = floats(1, B, 1, H * D), [floats(2, B, H, 6, D), floats(3, B, H, 6, D)]
     mask = np.array([[1, 1, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]], dtype=np.int32)
     assert_matches_onnxruntime("DecoderMaskedMultiHeadAttention", [q, *cache], {"num_heads": H})

@@ -83,7 +83,7 @@ def test_branchwise_rms_norm(scale, dtype, tolerance):
 @pytest.mark.parametrize("channels_last", [0, 1])
 @pytest.mark.parametrize("skip", [None, (2, 12), (2, 4, 5, 12)])
 def test_group_norm(skip, channels_last, activation):
-    """onnxruntime has no CPU kernel of it: its GroupNormalization is the truth, over the sum."""
+    """Against GroupNormalization of the sum, as onnxruntime has no CPU kernel of it."""
     x, gamma, beta = floats(1, 2, 12, 4, 5), floats(2, 12), floats(3, 12)
     attrs = {"groups": 3, "epsilon": 1e-3}
     last = np.moveaxis(x, 1, -1).copy()

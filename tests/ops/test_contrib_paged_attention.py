@@ -1,4 +1,4 @@
-"""PagedAttention, of which onnxruntime has no CPU kernel, against its GroupQueryAttention on each sequence alone."""
+"""PagedAttention, which onnxruntime has no CPU kernel of, against its GroupQueryAttention sequence by sequence."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ FEATURES = {
 
 
 def token_slots(row, count):
-    """Where the first count tokens of a sequence lie in the flat cache."""
+    """Returns the slots of the first `count` tokens of a sequence in the flat cache."""
     return np.array(
         [BLOCK_TABLE[row, i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(count)], dtype=np.int64
     )
@@ -53,8 +53,8 @@ def test_paged_attention(feature):
         assert_outputs_close(s.reshape(cache.shape), cache, 1e-6)
 
 
-def test_tokens_that_are_not_stored():
-    """A slot of -1 writes nothing; a sequence's own new token is then not in its pages either."""
+def test_tokens_with_slot_minus_one_are_not_stored():
+    """A token with slot -1 is not in the pages of its own sequence either."""
     q, k, v = floats(1, 3, HEADS * DIM), floats(2, 3, KV * DIM), floats(3, 3, KV * DIM)
     caches = [floats(4, BLOCK_COUNT, BLOCK_SIZE, KV, DIM), floats(5, BLOCK_COUNT, BLOCK_SIZE, KV, DIM)]
     bounds = np.array([0, 1, 2, 3], dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Positions in com.microsoft against onnxruntime, or, where it has no CPU kernel, their published formulas in numpy."""
+"""Position operators of com.microsoft against onnxruntime, or against their formulas in numpy."""
 
 import math
 
@@ -9,7 +9,7 @@ from random_inputs import floats
 
 
 def t5_bucket(distance, bidirectional, buckets, most):
-    """T5's bucket of one distance, key minus query. Raffel et al. 2020."""
+    """Returns T5's bucket of a distance, key minus query. Raffel et al. 2020."""
     first = 0
     if bidirectional:
         buckets //= 2
@@ -66,7 +66,7 @@ def test_m_rotary_embedding(rank, interleaved, layout, section):
 
 
 def test_gemma_rotary_embedding():
-    """onnxruntime has no CPU kernel of it: its RotaryEmbedding is the truth, of tables made of the angles."""
+    """Against RotaryEmbedding with tables of the angles, as onnxruntime has no CPU kernel of it."""
     angles, q, k = floats(1, 2, 5, 4), floats(2, 2, 3, 5, 8), floats(3, 2, 3, 5, 8)
     emb = np.concatenate([angles, angles], axis=-1)
     turned = [np.concatenate([-x[..., 4:], x[..., :4]], axis=-1) for x in (q, k)]

@@ -1,6 +1,6 @@
 """Operators of com.microsoft on quantised tensors against onnxruntime.
 
-onnxruntime folds scales before it rounds, so a value that falls between two integers may go either way: by one step.
+onnxruntime combines scales before it rounds, so a value between two integers may be rounded to either of them.
 """
 
 import numpy as np
@@ -88,7 +88,7 @@ def test_concat_and_where(dtype):
 
 @TYPES
 @pytest.mark.parametrize("channels_last", [0, 1])
-def test_pools(channels_last, dtype):
+def test_pooling(channels_last, dtype):
     x = integers(1, dtype, 2, 6, 7, 5)
     inputs = [x, *scale_and_zero_point(2, dtype), *scale_and_zero_point(3, dtype)]
     assert_within_one_step("QLinearGlobalAveragePool", inputs, {"channels_last": channels_last})
@@ -98,7 +98,7 @@ def test_pools(channels_last, dtype):
 
 
 def test_reduce_mean():
-    """onnxruntime has no CPU kernel of it: numpy is the truth."""
+    """Against numpy, as onnxruntime has no CPU kernel of it."""
     x = integers(1, np.uint8, 2, 3, 4)
     inputs = [x, np.array(0.1, dtype=np.float32), np.array(9, dtype=np.uint8), np.array(0.05, dtype=np.float32)]
     (ours,) = module_outputs(

@@ -1,4 +1,4 @@
-"""The operators of com.microsoft against the schemas of the onnxruntime that is installed."""
+"""The operators of com.microsoft against the schemas of the installed onnxruntime."""
 
 import pytest
 
@@ -14,13 +14,13 @@ NAMES_WITHOUT_SCHEMA = {"SimplifiedLayerNormalization"}
 DECLARED_OPERATORS = {name.split(".")[-1].removesuffix("-1") for name in OPERATORS if name.startswith("com.microsoft.")}
 
 
-def test_every_operator_is_declared_or_left_out_with_a_reason():
+def test_every_operator_is_declared_or_excluded_with_a_reason():
     assert not DECLARED_OPERATORS & UNSUPPORTED_OPERATORS.keys()
     assert sorted(CONTRIB_SCHEMAS.keys() - DECLARED_OPERATORS - UNSUPPORTED_OPERATORS.keys()) == []
     assert all(reason.strip() for reason in UNSUPPORTED_OPERATORS.values())
 
 
-def test_no_name_is_made_up():
+def test_every_name_is_in_the_schemas():
     import onnxruntime
 
     if tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 32):
@@ -30,7 +30,7 @@ def test_no_name_is_made_up():
 
 
 @pytest.mark.parametrize("name", sorted(DECLARED_OPERATORS & CONTRIB_SCHEMAS.keys()))
-def test_signature_says_what_the_schema_says(name):
+def test_signatures_agree_with_the_schemas(name):
     operator, schema = OPERATORS[f"com.microsoft.{name}-1"], CONTRIB_SCHEMAS[name]
     assert schema.attributes.keys() <= operator.attribute_defaults.keys()
     for attribute, declared in schema.attributes.items():

@@ -18,7 +18,7 @@ LAYOUTS = np.array(
 
 
 def layouts_to_csr(layouts):
-    """The layouts' rows, and their columns filled up with -1."""
+    """Returns the row indices of the layouts, and their column indices padded with -1."""
     rows = np.concatenate([np.zeros((len(layouts), 1)), layouts.sum(axis=2).cumsum(axis=1)], axis=1)
     columns = [np.nonzero(layout)[1] for layout in layouts]
     most = max(map(len, columns))
@@ -28,7 +28,7 @@ def layouts_to_csr(layouts):
 
 
 def shared_buffer_outputs(inputs, attrs):
-    """onnxruntime's outputs; it wants each past and present to be one buffer."""
+    """Returns onnxruntime's outputs, with each past and present in one buffer, as it requires."""
     names = ["" if x is None else f"x{i}" for i, x in enumerate(inputs)]
     types = onnx.helper.np_dtype_to_tensor_dtype
     values = [

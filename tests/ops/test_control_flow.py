@@ -1,4 +1,4 @@
-"""Branches, loops and sequences: what runs, on the host and on the device, and what a loop of no turns gives."""
+"""Branches, loops and sequences, on the host and on the device."""
 
 import mlx.core as mx
 import numpy as np
@@ -28,13 +28,13 @@ BRANCHES = {
 
 
 @pytest.mark.parametrize("taken", [True, False])
-def test_a_branch_is_chosen_by_a_host_value_and_the_other_is_not_run(taken):
+def test_only_the_branch_of_a_host_condition_runs(taken):
     chosen = make_module([Node("If-1", ("c",), ("y",), BRANCHES)], ("c", "x"))
     y = chosen(c=np.array(taken), x=mx.array([1.0, 2.0]))["y"]
     assert y.tolist() == ([2.0, 4.0] if taken else [0.0, 0.0])
 
 
-def test_a_branch_that_only_a_step_knows_is_refused():
+def test_a_condition_known_only_in_the_step_raises():
     with pytest.raises(
         OperatorError, match=r"condition \('c'\) depending on values that are known only when the step runs"
     ):
@@ -56,7 +56,7 @@ LOOP_BODY = Program(
 
 
 @pytest.mark.parametrize("trips", [0, 1, 3])
-def test_a_loop_carries_values_and_stacks_what_each_turn_gives(trips):
+def test_a_loop_carries_values_and_stacks_outputs(trips):
     nodes = [Node("Loop-1", ("trips", "", "x", "none"), ("y", "last", "shown"), {"body": LOOP_BODY})]
     constants = {"trips": np.array(trips), "one": int64_array(1), "none": int64_array(0)}
     doubled = [Node("Loop-1", ("trips", "", "x"), ("y",), {"body": Program(
@@ -71,7 +71,7 @@ def test_a_loop_carries_values_and_stacks_what_each_turn_gives(trips):
     assert hosted["shown"].tolist() == [i * (i + 1) for i in range(trips)]
 
 
-def test_a_loop_ends_by_its_condition():
+def test_a_loop_ends_when_its_condition_is_false():
     body = Program(
         float_values("i", "going", "total"),
         float_values("more", "next"),
@@ -122,7 +122,7 @@ def test_sequences_hold_arrays():
     assert found["count"].item() == 3
 
 
-def test_what_is_not_there_is_told():
+def test_optionals():
     nodes = [
         Node("Optional-15", ("x",), ("some",)),
         Node("Optional-15", (), ("none",)),

@@ -84,7 +84,7 @@ def test_lp_pool(p):
 
 
 @pytest.mark.parametrize("rank", [1, 3])
-def test_pools_of_other_ranks(rank):
+def test_pooling_in_one_and_three_dimensions(rank):
     x = floats(2, 3, *(6, 5, 4)[:rank])
     attrs = {"kernel_shape": [2] * rank, "strides": [2] * rank}
     check_onnx_node("MaxPool", [x], attrs, ("y", "places"))
@@ -93,20 +93,20 @@ def test_pools_of_other_ranks(rank):
         check_onnx_node(kind, [x], {})
 
 
-def test_unpooling():
+def test_max_unpool():
     x = floats(1, 2, 4, 6)
     attrs = {"kernel_shape": [2, 2], "strides": [2, 2]}
     y, places = onnxruntime_outputs("MaxPool", [x], attrs, ("y", "places"), "ai.onnx")
     check_onnx_node("MaxUnpool", [y, places], attrs)
 
 
-def test_images_from_columns():
+def test_col2im():
     attrs = {"strides": [2, 1], "dilations": [1, 2], "pads": [1, 0, 1, 2]}
     x = floats(2, 3 * 4, 15)
     check_onnx_node("Col2Im", [x, np.array([5, 5]), np.array([2, 2])], attrs)
 
 
-def test_deformed_conv():
+def test_deform_conv():
     x, w = floats(2, 4, 6, 5), floats(3, 4, 2, 2)
     offset, mask = 2 * floats(2, 2 * 8, 5, 4), rng.random((2, 2 * 4, 5, 4)).astype(np.float32)
     attrs = {"offset_group": 2, "kernel_shape": [2, 2]}

@@ -29,7 +29,7 @@ def test_a_range_of_halves_is_computed_in_single():
     assert_node_gives("Range", values, np.arange(2048, 2056, dtype=np.float32).astype(np.float16), opset=27)
 
 
-def test_constants_of_a_shape():
+def test_constant_of_shape():
     for value in (np.array([7], np.int64), np.array([True]), np.array([-1.5], np.float16)):
         truth = np.full((2, 3), value[0])
         assert_node_gives("ConstantOfShape", [np.array([2, 3])], truth, {"value": value})
@@ -45,7 +45,7 @@ def test_constants_stay_on_the_host():
 
 
 @pytest.mark.parametrize("axis", [-1, 0, 1])
-def test_one_hot_rows(axis):
+def test_one_hot(axis):
     indices = np.array([[0, -1, 5], [-4, 3, 1]], np.int64)
     truth = np.full((2, 3, 4), 2.0, np.float32)
     for at in np.ndindex(2, 3):
@@ -56,13 +56,13 @@ def test_one_hot_rows(axis):
 
 
 @pytest.mark.parametrize("k", [-2, 0, 1, 9])
-def test_identities(k):
+def test_eye_like(k):
     x = np.zeros((2, 4), np.int32)
     assert_node_gives("EyeLike", [x], np.eye(2, 4, k=k, dtype=np.int32), {"k": k})
     assert_node_gives("EyeLike", [x], np.eye(2, 4, k=k, dtype=np.float32), {"k": k, "dtype": 1})
 
 
-def test_infinities_of_a_sign():
+def test_is_inf_by_sign():
     x = np.array([-np.inf, -1, 0, np.inf, np.nan], np.float32)
     for negative in (0, 1):
         for positive in (0, 1):
@@ -84,7 +84,7 @@ def test_comparisons_of_nan_and_bools():
     assert_node_gives("Not", [p], ~p)
 
 
-def test_a_choice_broadcasts_and_keeps_the_type():
+def test_where_broadcasts_and_keeps_the_type():
     condition = np.array([[True], [False]])
     a, b = np.arange(3, dtype=np.int32), np.array(-1, np.int32)
     assert_node_gives("Where", [condition, a, b], np.where(condition, a, b))
@@ -93,5 +93,5 @@ def test_a_choice_broadcasts_and_keeps_the_type():
     )
 
 
-def test_nothing_is_lost_of_an_int64_that_stays_on_the_host():
+def test_int64_on_the_host_keeps_64_bits():
     assert run_node("Identity", [np.array([2**31 - 1, -(2**31)], np.int64)])[0].tolist() == [2**31 - 1, -(2**31)]

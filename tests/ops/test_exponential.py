@@ -18,22 +18,22 @@ from mlx_transmuter.ops.onnx.activation import gelu, swish
 
 
 @pytest.fixture(params=["linux", "darwin"], autouse=True)
-def both_platforms(request):
-    """Both forms, whatever the machine."""
+def platform(request):
+    """Runs a test as on Linux, with the vector code, and as on macOS, with MLX's own."""
     with mock.patch.object(exponential.sys, "platform", request.param):
         yield request.param
 
 
 @pytest.fixture(params=[True, False], ids=["compiled", "uncompiled"])
 def compiled_or_not(request):
-    """mx.compile at work, or not: the exponentials are the same."""
+    """Runs a test with and without mx.compile."""
     if request.param:
         request.getfixturevalue("compiling")
 
 
 @pytest.mark.usefixtures("compiled_or_not")
-def test_an_exponential_is_within_about_a_unit_in_the_last_place(both_platforms):
-    if both_platforms == "darwin":
+def test_fast_exp_is_accurate_to_about_one_unit_in_the_last_place(platform):
+    if platform == "darwin":
         pytest.skip("MLX's own has another error")
     x = np.linspace(-86.9, 88.72, 2_000_003).astype(np.float32)
     # Where x / ln 2 is half-way between two integers, r is as far from 0 as it gets, on either side.
@@ -49,7 +49,7 @@ def test_an_exponential_is_within_about_a_unit_in_the_last_place(both_platforms)
 
 
 @pytest.mark.usefixtures("compiled_or_not")
-def test_an_exponential_has_the_ends_of_the_real_line():
+def test_fast_exp_of_infinities_and_nan():
     x = np.zeros(MIN_ELEMENTS, np.float32)
     x[:9] = [-np.inf, np.inf, np.nan, -3.4e38, 3.4e38, 88.75, -104.0, -0.0, 1e-40]
     found = np.array(fast_exp(mx.array(x)))
@@ -58,7 +58,7 @@ def test_an_exponential_has_the_ends_of_the_real_line():
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_other_types_and_short_arrays_keep_mlx_s_own(dtype):
+def test_other_types_and_short_arrays_use_mlx_exp(dtype):
     for x in (mx.linspace(-5, 5, 2 * MIN_ELEMENTS).astype(dtype), mx.linspace(-5, 5, MIN_ELEMENTS - 1)):
         assert fast_exp(x).dtype == x.dtype
         assert mx.array_equal(fast_exp(x), mx.exp(x))
@@ -73,7 +73,7 @@ def test_other_types_and_short_arrays_keep_mlx_s_own(dtype):
     compiles=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_parts_of_a_softmax_are_the_softmax(rows, columns, spread, hidden, compiles, seed):
+def test_softmax_numerator_over_sum_is_the_softmax(rows, columns, spread, hidden, compiles, seed):
     draw = np.random.default_rng(seed)
     x = (draw.normal(size=(rows, columns)) * spread).astype(np.float32)
     x[draw.random(x.shape) < hidden] = np.finfo(np.float32).min  # as attention hides columns; maybe all of a row
@@ -86,7 +86,7 @@ def test_parts_of_a_softmax_are_the_softmax(rows, columns, spread, hidden, compi
 
 
 @pytest.mark.parametrize("shape", [(8, 300), (32, 1024)])
-def test_a_hidden_column_has_no_weight_and_nan_stays_in_its_row(shape):
+def test_hidden_columns_have_no_weight_and_nan_stays_in_its_row(shape):
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     x[:, ::3] = np.finfo(np.float32).min
     x[1, 1::3] = x[1, 2::3] = 1e38
@@ -99,7 +99,7 @@ def test_a_hidden_column_has_no_weight_and_nan_stays_in_its_row(shape):
     assert np.isnan(found[3]).all()
 
 
-def test_gradients_go_through_a_softmax():
+def test_softmax_gradients():
     draw = np.random.default_rng(0)
     for shape in (8, 300), (32, 1024):
         x, by = (mx.array(draw.normal(size=shape).astype(np.float32)) for _ in "xb")
@@ -113,7 +113,7 @@ def test_gradients_go_through_a_softmax():
 
 
 def compiled_operation_names(function, *inputs) -> list[str]:
-    """The names of the operations of a compiled function."""
+    """Returns the names of the operations of a compiled function."""
     mx.eval(inputs)
     out = mx.compile(function)(*inputs)
     text = StringIO()
@@ -121,8 +121,8 @@ def compiled_operation_names(function, *inputs) -> list[str]:
     return re.findall(r'label ="([^"]+)", shape=rectangle', text.getvalue())
 
 
-def test_a_compiled_softmax_is_six_operations(both_platforms, compiling):
-    if both_platforms == "darwin":
+def test_a_compiled_softmax_is_six_operations(platform, compiling):
+    if platform == "darwin":
         pytest.skip("MLX's own is one")
     names = compiled_operation_names(softmax_numerator_and_sum, mx.zeros((9, 300)))
     assert len(names) == 6
@@ -134,9 +134,9 @@ def test_a_compiled_softmax_is_six_operations(both_platforms, compiling):
     [lambda y, x: y, lambda y, x: y * x, lambda y, x: y * x + 1, lambda y, x: (y * x + 1) / (x * x + 2) - y],
     ids=range(4),
 )
-def test_a_compiled_gate_is_seven_operations_whatever_follows(both_platforms, compiling, consumer):
-    """Among them no constant that no longer fitted into a kernel."""
-    if both_platforms == "darwin":
+def test_a_compiled_gate_is_seven_operations(platform, compiling, consumer):
+    """No constant became an array, as those beyond the limit of a kernel do."""
+    if platform == "darwin":
         pytest.skip("MLX's own is one")
     x = mx.zeros(MIN_ELEMENTS)
     names = compiled_operation_names(lambda x: consumer(swish(x), x), x)
@@ -145,7 +145,7 @@ def test_a_compiled_gate_is_seven_operations_whatever_follows(both_platforms, co
 
 
 @given(size=st.sampled_from([1, 7, MIN_ELEMENTS]), spread=st.sampled_from([1.0, 20.0, 1e3]), seed=st.integers(0, 99))
-def test_a_gate_is_the_logistic_function_times_a_factor(size, spread, seed):
+def test_scaled_sigmoid(size, spread, seed):
     draw = np.random.default_rng(seed)
     x, by = (draw.normal(size=size).astype(np.float32) for _ in "xb")
     x *= np.float32(spread)
@@ -154,7 +154,7 @@ def test_a_gate_is_the_logistic_function_times_a_factor(size, spread, seed):
     np.testing.assert_allclose(np.array(scaled_sigmoid(mx.array(x), mx.array(by))), wanted, rtol=1e-5, atol=1e-30)
 
 
-def test_gradients_go_through_an_exponential():
+def test_fast_exp_gradients():
     x = mx.linspace(-3, 3, MIN_ELEMENTS)
     for function in (fast_exp, mx.compile(fast_exp)):
         found = mx.grad(lambda x, function=function: (x * function(2 * x)).sum())(x)
@@ -173,8 +173,8 @@ def test_gradients_go_through_an_exponential():
     [(swish, nn.silu), (partial(gelu, approximate="tanh"), nn.gelu_approx)],
     ids=["swish", "gelu"],
 )
-def test_gradients_of_a_gate_are_numbers_far_below_zero(size, function, wanted):
-    """As MLX's own: e⁻ˣ is infinite below -88, for gelu below -10."""
+def test_gate_gradients_are_finite_far_below_zero(size, function, wanted):
+    """e⁻ˣ is infinite below -88, for gelu below -10."""
     x = mx.concatenate([mx.array([-1e30, -1e4, -200.0, -89.0, -20.0, -10.5, 100.0]), mx.linspace(-9, 9, size - 7)])
     if function is not swish:
         x = mx.maximum(x, -1e4)  # beyond, MLX's own overflows
@@ -182,5 +182,5 @@ def test_gradients_of_a_gate_are_numbers_far_below_zero(size, function, wanted):
     np.testing.assert_allclose(np.array(found), np.array(truth), rtol=1e-5, atol=1e-6)
 
 
-def test_what_takes_exponentials_can_be_exported():
+def test_functions_with_fast_exp_can_be_exported():
     mx.export_function(lambda part: None, lambda x: softmax_numerator_and_sum(swish(x))[0], mx.zeros((2, MIN_ELEMENTS)))

@@ -18,7 +18,7 @@ def arange_of_shape(shape):
 
 
 def draw_indices(data, shape, size):
-    """Indices into an axis of that size, some from its end."""
+    """Draws indices into an axis of that size, some from its end."""
     return data.draw(hnp.arrays(np.int64, shape, elements=st.integers(-size, size - 1)))
 
 
@@ -142,6 +142,6 @@ def test_compress_and_reverse():
     assert_node_gives("ReverseSequence", [x.T, lengths], truth.T, {"batch_axis": 0, "time_axis": 1})
 
 
-def test_known_indices_out_of_range_are_refused():
+def test_known_indices_out_of_range_raise():
     with pytest.raises(OperatorError, match="indices from 3 to 3"):
         run_node("Gather", [np.zeros(3, np.float32), np.array([3])])

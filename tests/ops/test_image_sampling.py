@@ -39,7 +39,7 @@ def test_nearest(coordinates, nearest):
         check_onnx_node("Resize", [x, None, np.array(scales, np.float32)], attrs, opset=19)
 
 
-def test_a_scale_that_is_not_whole_in_binary_reaches_whole_places():
+def test_scales_that_binary_floats_round():
     attrs = {"coordinate_transformation_mode": "half_pixel", "nearest_mode": "floor"}
     check_onnx_node("Resize", [floats(1, 1, 5, 10), None, np.array([1, 1, 0.6, 0.7], np.float32)], attrs, opset=19)
 
@@ -60,13 +60,13 @@ def test_antialias_when_smaller(mode):
 
 
 @pytest.mark.parametrize("mode", ["linear", "nearest"])
-def test_crops(mode):
+def test_crop_and_resize(mode):
     attrs = {"coordinate_transformation_mode": "tf_crop_and_resize", "extrapolation_value": 7.0, "mode": mode}
     roi = np.array([0, 0, 0.2, -0.3, 1, 1, 0.9, 1.2], np.float32)
     check_onnx_node("Resize", [floats(1, 1, 5, 6), roi, None, np.array([1, 1, 4, 8])], attrs, opset=13)
 
 
-def test_old_forms():
+def test_older_operator_versions():
     x, scales = floats(1, 1, 3, 4), np.array([1, 1, 2, 1.5], np.float32)
     check_onnx_node("Resize", [x, scales], {"mode": "linear"}, opset=10)
     check_onnx_node("Resize", [x, scales], {"mode": "nearest"}, opset=10)
@@ -76,7 +76,7 @@ def test_old_forms():
 @pytest.mark.parametrize("padding_mode", ["zeros", "border", "reflection"])
 @pytest.mark.parametrize("align_corners", [0, 1])
 @pytest.mark.parametrize("mode", ["linear", "nearest", "cubic"])
-def test_grid_samples(mode, padding_mode, align_corners):
+def test_grid_sample_modes(mode, padding_mode, align_corners):
     attrs = {"mode": mode, "padding_mode": padding_mode, "align_corners": align_corners}
     grid = rng.uniform(-1.6, 1.6, (2, 3, 7, 2)).astype(np.float32)
     check_onnx_node("GridSample", [floats(2, 3, 5, 4), grid], attrs, opset=20)
@@ -89,7 +89,7 @@ def test_grid_samples(mode, padding_mode, align_corners):
 
 
 @pytest.mark.parametrize("align_corners", [0, 1])
-def test_affine_grids(align_corners):
+def test_affine_grid(align_corners):
     for size in ([2, 1, 3, 4], [1, 1, 2, 3, 4]):
         theta = floats(size[0], len(size) - 2, len(size) - 1)
         check_onnx_node("AffineGrid", [theta, np.array(size)], {"align_corners": align_corners}, opset=20)
@@ -98,7 +98,7 @@ def test_affine_grids(align_corners):
 @pytest.mark.parametrize("mode", ["avg", "max"])
 @pytest.mark.parametrize("opset", [10, 16])
 @pytest.mark.parametrize("samples", [0, 2])
-def test_aligned_regions(mode, opset, samples):
+def test_roi_align(mode, opset, samples):
     boxes = np.array([[0, 0, 9, 9], [2.3, 1.1, 30.5, 8.7], [5, 5, 5.5, 5.2]], np.float32)
     attrs = {"mode": mode, "output_height": 3, "output_width": 2, "sampling_ratio": samples, "spatial_scale": 0.5}
     if (mode, opset) == ("max", 10):
@@ -106,13 +106,13 @@ def test_aligned_regions(mode, opset, samples):
     check_onnx_node("RoiAlign", [floats(2, 3, 8, 7), boxes, np.array([0, 1, 1])], attrs, opset=opset)
 
 
-def test_pooled_regions():
+def test_max_roi_pool():
     boxes = np.array([[0, 0, 0, 9, 9], [1, 2, 1, 30, 8], [1, 5, 5, 5, 5]], np.float32)
     check_onnx_node("MaxRoiPool", [floats(2, 3, 8, 7), boxes], {"pooled_shape": [3, 2], "spatial_scale": 0.5})
 
 
 @pytest.mark.parametrize("center", [0, 1])
-def test_suppression(center):
+def test_non_max_suppression(center):
     boxes = rng.random((2, 20, 4)).astype(np.float32)
     scores = rng.random((2, 3, 20)).astype(np.float32)
     for most, overlap, least in ((5, 0.3, 0.2), (20, 0.5, None), (0, 0.5, 0.0)):

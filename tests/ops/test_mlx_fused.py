@@ -1,4 +1,4 @@
-"""Fused forms against plain NumPy."""
+"""Fused operators against NumPy."""
 
 import mlx.core as mx
 import numpy as np
@@ -20,8 +20,8 @@ rotary = OPERATORS["mlx.rotary"].function
     turned=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_a_rotation_turns_pairs_of_coordinates_as_complex_numbers(interleaved, rows, heads, seq, half, turned, seed):
-    """turned: heads after positions, as [rows, seq, heads, dim]."""
+def test_rotary_multiplies_pairs_as_complex_numbers(interleaved, rows, heads, seq, half, turned, seed):
+    """turned: whether the heads are after the positions, [rows, seq, heads, dim]."""
     draw = np.random.default_rng(seed)
     x = draw.normal(size=(rows, heads, seq, 2 * half)).astype(np.float32)
     angles = draw.normal(size=(rows, 1, seq, half)).astype(np.float32)

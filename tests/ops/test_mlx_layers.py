@@ -1,4 +1,4 @@
-"""Layers as operators: the products of MLX's own layers, whatever the rows, and also where the weights are arguments."""
+"""Layers as operators, against MLX's own layers: numbers of rows, residuals, weights that are arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def random_array(*shape: int) -> mx.array:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_product_is_that_of_the_layer(shape, bias):
+def test_linear_equals_the_layer(shape, bias):
     layer, x = nn.Linear(6, 4, bias=bias), random_array(*shape)
     found, wanted = np.array(linear(x, layer)), np.array(layer(x))
     assert found.shape == wanted.shape
@@ -30,7 +30,7 @@ def test_a_product_is_that_of_the_layer(shape, bias):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_head_that_is_the_table_is_that_of_the_layer(shape):
+def test_as_linear_equals_the_layer(shape):
     table, x = nn.Embedding(9, 6), random_array(*shape)
     np.testing.assert_allclose(np.array(as_linear(x, table)), np.array(table.as_linear(x)), atol=1e-6)
 
@@ -38,8 +38,8 @@ def test_a_head_that_is_the_table_is_that_of_the_layer(shape):
 @pytest.mark.parametrize("kind", [mx.float32, mx.float16], ids=str)
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 64), (2, 32)])
 @pytest.mark.parametrize("shape", [(1, 1, 64), (2, 1, 64), (3, 1, 64), (1, 9, 64), (2, 5, 64), (0, 3, 64)], ids=str)
-def test_a_quantised_product_is_that_of_the_layer(shape, bits, group, kind):
-    """Few rows are multiplied by the blocks, many, on the CPU, by the floats that they stand for."""
+def test_quantised_products_equal_the_layer(shape, bits, group, kind):
+    """Few rows are multiplied by the quantised weight, many, on the CPU, by the dequantised one."""
     x = random_array(*shape).astype(kind)
     full = nn.Linear(64, 40)
     full.set_dtype(kind)
@@ -56,8 +56,8 @@ def test_a_quantised_product_is_that_of_the_layer(shape, bits, group, kind):
 
 
 def rounding_bound(kind: mx.Dtype, terms: int) -> float:
-    """The most by which a sum of so many terms may be off in that type, relative to the sum of their magnitudes, in
-    whatever order they are added (Higham 2002, 4.2), where each result is rounded to the nearest.
+    """Returns the largest error of a sum of so many terms in that type, relative to the sum of their magnitudes, in any
+    order of the additions (Higham 2002, 4.2), each rounded to the nearest.
     """
     return terms * mx.finfo(kind).eps / 2
 
@@ -65,7 +65,7 @@ def rounding_bound(kind: mx.Dtype, terms: int) -> float:
 @pytest.mark.parametrize("kind", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_sum_with_a_product_is_numpys(shape, bias, kind):
+def test_linear_with_residual_agrees_with_numpy(shape, bias, kind):
     layer, x = nn.Linear(6, 4, bias=bias), random_array(*shape).astype(kind)
     layer.set_dtype(kind)
     to = (8 * random_array(*shape[:-1], 4, 1)[..., 0]).astype(kind)
@@ -82,7 +82,7 @@ def test_a_sum_with_a_product_is_numpys(shape, bias, kind):
 @pytest.mark.parametrize("shape", [(1, 1, 64), (2, 1, 64), (3, 1, 64), (1, 9, 64), (2, 5, 64), (0, 3, 64)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", [mx.float32, mx.float16], ids=str)
-def test_a_sum_with_a_quantised_product_is_that_of_the_layer_and_what_it_is_added_to(shape, bias, kind):
+def test_quantised_linear_with_residual_is_their_sum(shape, bias, kind):
     full = nn.Linear(64, 40, bias=bias)
     full.set_dtype(kind)
     layer, x, to = (
@@ -99,8 +99,8 @@ def test_a_sum_with_a_quantised_product_is_that_of_the_layer_and_what_it_is_adde
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("kinds", list(itertools.permutations([mx.float32, mx.float16, mx.bfloat16], 2)), ids=str)
-def test_what_is_of_another_type_is_added_to_the_product_in_the_products(kinds, rows):
-    """A stream in float32 doesn't make the product one of float32, nor does one of a half type round it."""
+def test_a_residual_of_another_type_keeps_the_type_of_the_product(kinds, rows):
+    """A residual in float32 does not make the product float32, and one in half precision does not round it."""
     kind, other = kinds
     layer, x, to = (
         nn.Linear(6, 4, bias=False),
@@ -115,8 +115,8 @@ def test_what_is_of_another_type_is_added_to_the_product_in_the_products(kinds, 
 
 @pytest.mark.parametrize(("rows", "wanted"), [(1, ["AddMM"]), (3, ["AddMM", "Flatten", "Flatten", "Unflatten"])])
 @pytest.mark.parametrize("seq", [1, 5])
-def test_a_sum_with_a_product_is_one_operation(rows, wanted, seq):
-    """Views around it cost no pass over the numbers; a sum after it, or a matrix repeated for each row, would."""
+def test_linear_with_residual_is_one_operation(rows, wanted, seq):
+    """Views around it are free; a separate sum, or a matrix repeated for each row, would be another pass."""
     layer = nn.Linear(6, 4, bias=False)
     mx.eval(layer)
     step, text = mx.compile(lambda x, to: linear(x, layer, to)), io.StringIO()
@@ -126,7 +126,7 @@ def test_a_sum_with_a_product_is_one_operation(rows, wanted, seq):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_sum_with_a_product_has_gradients(rows):
+def test_linear_with_residual_has_gradients(rows):
     layer, x, to = nn.Linear(6, 4, bias=False), random_array(rows, 5, 6), random_array(rows, 5, 4, 1)[..., 0]
 
     def loss(weight, x, to, sum_):
@@ -152,7 +152,7 @@ def test_weights_may_be_arguments_as_in_training():
         np.testing.assert_allclose(np.array(found[1][name]), np.array(wanted[1][name]), rtol=1e-5, atol=1e-5)
 
 
-def test_a_layer_that_took_the_place_of_another_is_called():
+def test_a_replaced_layer_is_called():
     class Doubled(nn.Linear):
         def __call__(self, x):
             return 2 * super().__call__(x)

@@ -1,4 +1,4 @@
-"""Stacked experts against a loop over tokens and choices in numpy, and the stacks in few bits."""
+"""Stacked experts, in floats and quantised, against a loop over tokens and choices in numpy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run_mixture(x, indices, scores, up, down, pad: int = 0):
 
 
 def dequantized_weight(held: nn.Module) -> np.ndarray:
-    """The weight in floats, by MLX's own dequantize where it is in few bits."""
+    """Returns the weight in floats, dequantised by MLX if it is quantised."""
     if isinstance(held, QuantizedSwitchLinear):
         held = mx.dequantize(held.weight, held.scales, held.biases, held.group_size, held.bits)
     else:
@@ -42,7 +42,7 @@ def dequantized_weight(held: nn.Module) -> np.ndarray:
 
 
 def reference_mixture(x, indices, scores, up, down) -> np.ndarray:
-    """Σ scores · down(relu(up(x))), each token and choice by itself, in float64."""
+    """Returns Σ scores · down(relu(up(x))), token by token and choice by choice, in float64."""
     x, scores = (np.array(one.astype(mx.float32), np.float64) for one in (x, scores))
     x, scores, k = x.reshape(-1, x.shape[-1]), scores.reshape(-1, scores.shape[-1]), scores.shape[-1]
     weights = [
@@ -70,8 +70,8 @@ def reference_mixture(x, indices, scores, up, down) -> np.ndarray:
     seed=st.integers(0, 99),
 )
 @settings(max_examples=120)
-def test_each_token_goes_through_its_experts(experts, k, lead, spread, bias, bits, kind, seed):
-    """Few choices stand by token, many are sorted; experts without tokens, and one chosen twice, are nothing special."""
+def test_each_token_uses_its_experts(experts, k, lead, spread, bias, bits, kind, seed):
+    """Few choices are by token, many are sorted; some experts have no tokens, and some are chosen twice."""
     draw = np.random.default_rng(seed)
     up, down = random_switch_linear(experts, 64, 32, bias, draw), random_switch_linear(experts, 32, 24, bias, draw)
     for one in (up, down):
@@ -103,7 +103,7 @@ def test_many_choices_are_sorted_and_each_expert_is_read_once(tokens):
     np.testing.assert_array_equal(np.sort(flat), np.sort(np.array(indices).reshape(-1)))
 
 
-def test_a_last_group_that_is_not_full_is_filled_with_zeros():
+def test_an_incomplete_last_group_is_padded_with_zeros():
     draw = np.random.default_rng(0)
     up, down = (
         random_switch_linear(3, 64, 32, True, draw).to_quantized(32, 4),
@@ -115,7 +115,7 @@ def test_a_last_group_that_is_not_full_is_filled_with_zeros():
     np.testing.assert_allclose(np.array(found), reference_mixture(x, indices, scores, up, down), atol=1e-5)
 
 
-def test_mlx_itself_quantises_the_stacks():
+def test_nn_quantize_quantises_switch_layers():
     model = nn.Module()
     model.experts = random_switch_linear(3, 64, 32, True, np.random.default_rng(0))
     nn.quantize(model, group_size=32, bits=8)
@@ -125,8 +125,8 @@ def test_mlx_itself_quantises_the_stacks():
 
 
 @pytest.mark.parametrize("kind", [mx.float16, mx.bfloat16], ids=str)
-def test_of_a_stack_in_a_half_type_only_the_chosen_are_made_floats(kind, monkeypatch):
-    """The CPU multiplies by stacks in float32 alone."""
+def test_only_the_chosen_experts_of_a_half_precision_stack_are_cast(kind, monkeypatch):
+    """The CPU multiplies by stacks in float32 only."""
     seen = []
     made = mx.gather_mm
     monkeypatch.setattr(mx, "gather_mm", lambda x, w, **given: seen.append(w.shape[0]) or made(x, w, **given))

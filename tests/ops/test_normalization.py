@@ -1,4 +1,4 @@
-"""Softmax and the norms against onnxruntime and NumPy: axes, masked rows, halves, statistics that are shown."""
+"""Softmax and the norms against onnxruntime and NumPy: axes, masked rows, half precision, statistics as outputs."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def test_softmax(kind, opset, axis):
     assert_matches_onnxruntime(kind, [floats(2, 3, 4)], attrs, domain="ai.onnx", opset=opset)
 
 
-def test_softmax_of_rows_that_are_masked():
+def test_softmax_of_masked_rows():
     x = np.array([[-np.inf, 1.0, 2.0], [-np.inf, -np.inf, -np.inf]], np.float32)
     y = run_node("Softmax", [x])[0]
     np.testing.assert_allclose(y[0], [0, 1 / (1 + np.e), np.e / (1 + np.e)], rtol=1e-6)
@@ -51,7 +51,7 @@ def test_scales_that_broadcast():
     assert_node_gives("RMSNormalization", [x, np.ones(4, np.float32)], normed.astype(np.float32), tolerance=1e-5)
 
 
-def test_the_statistics_of_halves_are_single():
+def test_statistics_of_half_precision_inputs_are_float32():
     x = (1000 + 100 * floats(2, 8)).astype(np.float16)
     wide = x.astype(np.float64)
     truth = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5)  # its squares overflow a half

@@ -1,4 +1,4 @@
-"""Order against NumPy: ties by index, last indices, running sums, places."""
+"""Ordering against NumPy: ties by index, last indices, cumulative sums, indices of elements."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def test_arg(kind, find, x, last, keepdims, data):
 
 @SETTINGS
 @given(arrays, st.booleans(), st.booleans(), st.data())
-def test_running_sums_and_products(x, exclusive, backward, data):
+def test_cumulative_sums_and_products(x, exclusive, backward, data):
     x = (x % 5).astype(np.float32)
     axis = data.draw(st.integers(-x.ndim, x.ndim - 1))
     attrs = {"exclusive": int(exclusive), "reverse": int(backward)}
@@ -61,7 +61,7 @@ def test_running_sums_and_products(x, exclusive, backward, data):
         )
 
 
-def test_places_of_elements():
+def test_non_zero():
     x = np.array([[0, 2, 0], [3, 0, 4]], np.float32)
     assert_node_gives("NonZero", [x], np.array(np.nonzero(x), np.int64))
     assert_node_gives("NonZero", [np.zeros((2, 0), np.float32)], np.zeros((2, 0), np.int64))

@@ -1,4 +1,4 @@
-"""Matrix products against NumPy: vectors, stacks, empty axes, integers to the last bit, einsum's spellings."""
+"""Matrix products against NumPy: vectors, stacks, empty axes, exact integers, equations of Einsum."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""ONNX's own quantisation operators against onnxruntime, those of integers to the last bit."""
+"""ONNX's own quantisation operators against onnxruntime; integers must be equal."""
 
 from functools import partial
 
@@ -70,8 +70,8 @@ def test_quantize_linear_saturates_and_rounds_halves_to_even(opset):
 
 
 @pytest.mark.parametrize("kind", [INT4, UINT4])
-def test_four_bits(kind):
-    """A 4-bit tensor lies in bytes here, so output_dtype says its type. onnxruntime's Python gives none: numpy does."""
+def test_4_bit_types(kind):
+    """Against numpy, as onnxruntime's Python returns no 4-bit tensors. They are bytes here, of the type output_dtype."""
     low, high, dtype = (-8, 7, np.int8) if kind == INT4 else (0, 15, np.uint8)
     x, scale = floats(1, 4, 6), scales(2, 4, 3)
     zero_point = np.random.default_rng(3).integers(low, high, size=(4, 3)).astype(dtype)
@@ -153,8 +153,8 @@ def test_conv_integer(attrs, x_shape, w_shape):
     )
 
 
-def test_conv_integer_with_a_zero_point_a_channel():
-    """onnxruntime takes one zero point for all: its channels one by one are the truth."""
+def test_conv_integer_with_a_zero_point_per_channel():
+    """Channel by channel, as onnxruntime takes one zero point for all of them."""
     x, w, zero_points = integers(1, np.uint8, 1, 3, 5, 5), integers(2, np.uint8, 4, 3, 2, 2), integers(3, np.uint8, 4)
     (ours,) = module_outputs(
         "ConvInteger", [x, w, np.array(7, dtype=np.uint8), zero_points], {}, ("y",), domain="ai.onnx"

@@ -1,4 +1,4 @@
-"""Operators of chance: their distributions, seeds, and dropout in use."""
+"""Dropout and random arrays: distributions, seeds, inference."""
 
 import mlx.core as mx
 import numpy as np
@@ -7,7 +7,7 @@ from numpy_node import operator_function, run_node
 
 
 @pytest.mark.parametrize("opset", [11, 12, 22])
-def test_dropout_in_use_is_the_identity(opset):
+def test_dropout_in_inference_is_the_identity(opset):
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     y, mask = run_node("Dropout", [x], {} if opset > 11 else {"ratio": 0.9}, ("y", "mask"), opset=opset)
     np.testing.assert_array_equal(y, x)
@@ -50,7 +50,7 @@ def test_distributions():
     assert [(classes == c).mean() for c in range(3)] == [pytest.approx(0.2, abs=0.02), 0, pytest.approx(0.8, abs=0.02)]
 
 
-def test_types_that_are_asked_for():
+def test_requested_types():
     assert operator_function("RandomNormalLike")(mx.zeros(3), dtype=10).dtype == mx.float16
     assert operator_function("Bernoulli")(mx.zeros(3), dtype=9).dtype == mx.bool_
     assert operator_function("Multinomial")(mx.zeros((1, 2)), dtype=7).dtype == mx.int32

@@ -51,7 +51,7 @@ def test_lstm_with_peepholes_and_coupled_gates():
     check_onnx_node("LSTM", recurrent_inputs("LSTM", "forward"), input_forget=1)
 
 
-def test_gru_that_resets_after_the_product():
+def test_gru_with_linear_before_reset():
     check_onnx_node("GRU", recurrent_inputs("GRU", "bidirectional"), direction="bidirectional", linear_before_reset=1)
 
 
@@ -82,7 +82,7 @@ def test_activations(name, more):
     check_onnx_node("RNN", recurrent_inputs("RNN", "forward"), activations=[name], **more)
 
 
-def test_alphas_go_to_those_that_take_one():
+def test_alphas_are_assigned_in_order():
     activations = ["HardSigmoid", "LeakyRelu", "Tanh", "Sigmoid", "ScaledTanh", "Relu"]
     more = {"activation_alpha": [0.3, 0.1, 0.6], "activation_beta": [0.4, 1.2]}
     check_onnx_node(

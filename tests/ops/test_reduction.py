@@ -1,4 +1,4 @@
-"""Reductions against NumPy: no axes, empty axes, empty arrays, kept axes, integers and halves, both forms."""
+"""Reductions against NumPy: no axes, empty axes, empty arrays, keepdims, integers, half precision, versions."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_axes(kind, shape, data):
 
 
 @pytest.mark.parametrize("kind", REDUCTIONS)
-def test_no_axes_are_all_of_them_or_none(kind):
+def test_empty_axes_mean_all_axes_or_none(kind):
     function, empty, since = REDUCTIONS[kind]
     x = (np.random.default_rng(1).random((2, 3)) + 0.5).astype(np.float32)
     for axes in (None, np.array([], np.int64)):

@@ -38,14 +38,14 @@ def test_slices(x, data):
     assert_node_gives("Slice", [x, starts, ends, int64_array(*signed), steps], x[tuple(places)])
 
 
-def test_slices_by_default_take_the_first_axes_by_ones():
+def test_slice_defaults():
     x = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     assert_node_gives("Slice", [x, int64_array(1, 0), int64_array(2, -1)], x[1:2, 0:-1])
 
 
 @SETTINGS
 @given(arrays, st.data())
-def test_reshapes_with_zero_and_the_rest(x, data):
+def test_reshape_with_zero_and_minus_one(x, data):
     assume(x.size)
     order = data.draw(st.permutations(range(x.ndim)))
     sizes = [x.shape[i] for i in order]
@@ -57,14 +57,14 @@ def test_reshapes_with_zero_and_the_rest(x, data):
     assert_node_gives("Reshape", [x, int64_array(*shape)], x.reshape(sizes))
 
 
-def test_reshapes_of_nothing():
+def test_reshape_of_empty_arrays():
     x = np.zeros((0, 3), np.float32)
     assert_node_gives("Reshape", [x, int64_array(3, 0)], np.zeros((3, 0), np.float32), {"allowzero": 1})
     assert_node_gives("Reshape", [x, int64_array(0, -1)], np.zeros((0, 0), np.float32))
     assert_node_gives("Reshape", [np.float32(5).reshape(1), int64_array()], np.float32(5))
 
 
-def test_a_shape_that_does_not_fit_says_so():
+def test_a_shape_of_another_size_raises():
     with pytest.raises(OperatorError, match=r"\[4\] for x \[2, 3\]"):
         run_node("Reshape", [np.zeros((2, 3), np.float32), int64_array(4)])
 
@@ -117,7 +117,7 @@ def test_concat_undoes_split(x, data):
 
 
 @pytest.mark.parametrize(("size", "parts", "sizes"), [(7, 3, [3, 3, 1]), (6, 3, [2, 2, 2]), (5, 4, [2, 2, 1, 0])])
-def test_split_into_a_number_of_parts(size, parts, sizes):
+def test_split_by_num_outputs(size, parts, sizes):
     x = np.arange(size, dtype=np.float32)
     names = tuple(f"y{i}" for i in range(parts))
     found = run_node("Split", [x], {"num_outputs": parts}, names, opset=18)
@@ -127,7 +127,7 @@ def test_split_into_a_number_of_parts(size, parts, sizes):
 
 @SETTINGS
 @given(arrays, st.sampled_from(["constant", "reflect", "edge", "wrap"]), st.data())
-def test_pads_and_crops(x, mode, data):
+def test_pad_and_crop(x, mode, data):
     assume(x.size or mode == "constant")
     axes = data.draw(st.permutations(range(x.ndim)).flatmap(lambda p: st.integers(1, x.ndim).map(lambda n: p[:n])))
     widths = [data.draw(st.tuples(st.integers(-1, 3), st.integers(-1, 3))) for _ in axes]
@@ -152,7 +152,7 @@ def test_triangles(shape, k, upper):
     )
 
 
-def test_shape_and_size_of_a_part():
+def test_shape_and_size():
     x = np.zeros((2, 3, 4), np.float32)
     assert_node_gives("Shape", [x], int64_array(2, 3, 4))
     assert_node_gives("Shape", [x], int64_array(3), {"start": -2, "end": -1})

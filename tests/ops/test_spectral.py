@@ -1,4 +1,4 @@
-"""Spectra against NumPy's transforms: lengths, axes, halves of spectra, frames."""
+"""Fourier transforms against NumPy: lengths, axes, one-sided spectra, frames."""
 
 import numpy as np
 import pytest
