@@ -10,10 +10,10 @@ def run_node(op_type, inputs, attrs=None, outputs=("y",), *, opset=23):
     """Returns the node's outputs; asserts that they are the same with all inputs known on the host."""
     attrs = attrs or {}
     inputs = [None if x is None else np.asarray(x) for x in inputs]
-    results = module_outputs(op_type, inputs, attrs, outputs, "ai.onnx", opset)
-    hosted = module_outputs(op_type, inputs, attrs, outputs, "ai.onnx", opset, host_inputs=range(len(inputs)))
-    for one, other in zip(results, hosted, strict=True):
-        np.testing.assert_array_equal(one, other)
+    results = module_outputs(op_type, inputs, attrs, outputs, "ai.onnx", opset=opset)
+    hosted = module_outputs(op_type, inputs, attrs, outputs, "ai.onnx", opset=opset, host_inputs=range(len(inputs)))
+    for on_device, on_host in zip(results, hosted, strict=True):
+        np.testing.assert_array_equal(on_device, on_host)
     return results
 
 

@@ -15,7 +15,7 @@ CONTRIB_DOMAIN = "com.microsoft"
 
 
 def onnxruntime_outputs(
-    op_type, inputs, attrs, outputs, domain=CONTRIB_DOMAIN, opset=21, input_types=None, output_types=None
+    op_type, inputs, attrs, outputs, domain=CONTRIB_DOMAIN, *, opset=21, input_types=None, output_types=None
 ):
     """Returns onnxruntime's outputs, without graph optimisation.
 
@@ -35,7 +35,7 @@ def onnxruntime_outputs(
             else:
                 values.append(helper.make_tensor_value_info(f"x{i}", kind, array.shape))
                 feeds[f"x{i}"] = array
-    results = [
+    output_infos = [
         helper.make_tensor_value_info(name, kind, None)
         if (kind := (output_types or {}).get(name))
         else onnx.ValueInfoProto(name=name)
@@ -47,7 +47,7 @@ def onnxruntime_outputs(
         [node],
         "node",
         [v for v in values if isinstance(v, onnx.ValueInfoProto)],
-        results,
+        output_infos,
         [v for v in values if isinstance(v, onnx.TensorProto)],
     )
     imports = [helper.make_opsetid("", opset), helper.make_opsetid(CONTRIB_DOMAIN, 1)]
@@ -56,11 +56,11 @@ def onnxruntime_outputs(
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    found = iter(ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"]).run(None, feeds))
-    return [next(found) if name else None for name in outputs]
+    results = iter(ort.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"]).run(None, feeds))
+    return [next(results) if name else None for name in outputs]
 
 
-def module_outputs(op_type, inputs, attrs, outputs, domain=CONTRIB_DOMAIN, opset=21, host_inputs=()):
+def module_outputs(op_type, inputs, attrs, outputs, domain=CONTRIB_DOMAIN, *, opset=21, host_inputs=()):
     """Returns the module's outputs as numpy. The inputs of the numbers host_inputs are constants, others device values.
 
     The module is also traced like a compiled step, so that an operator that reads a device value fails.
@@ -72,18 +72,18 @@ def module_outputs(op_type, inputs, attrs, outputs, domain=CONTRIB_DOMAIN, opset
     names = tuple("" if array is None else f"x{i}" for i, array in enumerate(inputs))
     arrays = {names[i]: array for i, array in enumerate(inputs) if array is not None}
     constants = {names[i]: arrays[names[i]] for i in host_inputs if i < len(names) and names[i]}
-    given = {key: to_device(array) for key, array in arrays.items() if key not in constants}
+    arguments = {key: to_device(array) for key, array in arrays.items() if key not in constants}
     program = Program(
-        inputs=tuple(Value(key, "float32", None) for key in given),
+        inputs=tuple(Value(key, "float32", None) for key in arguments),
         outputs=tuple(Value(key, "float32", None) for key in outputs if key),
         nodes=[Node(name, names, tuple(outputs), attrs)],
         constants=constants,
     )
     module = ProgramModule(program, {})
-    results = module(**given)
+    results = module(**arguments)
     mx.enable_compile()
     try:  # traced but not run, as a run would build kernels
-        traced = mx.compile(lambda arguments: module(**arguments))(given)
+        traced = mx.compile(lambda values: module(**values))(arguments)
     finally:
         mx.disable_compile()
     for key, value in results.items():
@@ -106,9 +106,12 @@ def assert_matches_onnxruntime(
     output_types=None,
 ):
     """Asserts equal shapes and types, and values within tolerance times the largest magnitude (0: equal)."""
-    truth = onnxruntime_outputs(op_type, inputs, attrs or {}, outputs, domain, opset, input_types, output_types)
-    ours = module_outputs(op_type, inputs, attrs or {}, outputs, domain, opset, host_inputs)
-    for name, a, b in zip(outputs, truth, ours, strict=True):
+    attrs = attrs or {}
+    expected = onnxruntime_outputs(
+        op_type, inputs, attrs, outputs, domain, opset=opset, input_types=input_types, output_types=output_types
+    )
+    actual = module_outputs(op_type, inputs, attrs, outputs, domain, opset=opset, host_inputs=host_inputs)
+    for name, a, b in zip(outputs, expected, actual, strict=True):
         if name:
             assert_outputs_close(a, b, tolerance, name)
 

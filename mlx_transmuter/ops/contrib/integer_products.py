@@ -1,5 +1,7 @@
 """Products of 8-bit integers of com.microsoft, their scales fused in: dynamic quantisation, attention and Gemm."""
 
+from typing import NamedTuple
+
 import mlx.core as mx
 
 from mlx_transmuter.ops.contrib.multi_head_attention import attend_packed_qkv, cuda_only_error
@@ -15,18 +17,23 @@ from mlx_transmuter.ops.onnx.quantization import dynamic_quantize_linear
 from mlx_transmuter.ops.registry import op
 
 
-def dequantized_integer_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias=None) -> mx.array:
-    """Returns (a - a_zero_point) · a_scale times (b - b_zero_point) · b_scale, plus bias [n]: float32.
+class QuantizedMatrix(NamedTuple):
+    """8-bit integers [..., rows, columns] that stand for (integers - zero_point) · scale.
 
-    The product of integers is exact.
-
-    a: 8-bit [..., m, k], its scale and zero point scalars; b: 8-bit [..., k, n], its scale and zero point scalars or
-    [n].
+    scale and zero_point: scalars, or of the right operand of a product [columns]; zero_point None is 0.
     """
-    total = integer_matmul(subtract_zero_point(a, a_zero_point), subtract_zero_point(b, b_zero_point)).astype(
-        mx.float32
-    )
-    scale = a_scale.astype(mx.float32) * b_scale.astype(mx.float32)
+
+    integers: mx.array
+    scale: mx.array
+    zero_point: mx.array | None
+
+
+def dequantized_product(a: QuantizedMatrix, b: QuantizedMatrix, bias: mx.array | None = None) -> mx.array:
+    """Returns a [..., m, k] times b [..., k, n], plus bias [n]: float32. The product of the integers is exact."""
+    total = integer_matmul(
+        subtract_zero_point(a.integers, a.zero_point), subtract_zero_point(b.integers, b.zero_point)
+    ).astype(mx.float32)
+    scale = a.scale.astype(mx.float32) * b.scale.astype(mx.float32)
     return total * scale if bias is None else total * scale + bias.astype(mx.float32)
 
 
@@ -36,7 +43,8 @@ def mat_mul_integer_to_float(a, b, a_scale, b_scale, a_zero_point=None, b_zero_p
 
     a_scale, a_zero_point: scalars; b_scale, b_zero_point: scalars or [n]. com.microsoft MatMulIntegerToFloat-1.
     """
-    return dequantized_integer_product(a, a_scale, a_zero_point, b, b_scale, b_zero_point, bias).astype(a_scale.dtype)
+    a, b = QuantizedMatrix(a, a_scale, a_zero_point), QuantizedMatrix(b, b_scale, b_zero_point)
+    return dequantized_product(a, b, bias).astype(a_scale.dtype)
 
 
 @op("com.microsoft.DynamicQuantizeMatMul-1")
@@ -45,8 +53,8 @@ def dynamic_quantize_mat_mul(a, b, b_scale, b_zero_point=None, bias=None):
 
     b_scale, b_zero_point: scalars or [n]. com.microsoft DynamicQuantizeMatMul-1.
     """
-    integers, scale, zero_point = dynamic_quantize_linear(a)
-    return dequantized_integer_product(integers, scale, zero_point, b, b_scale, b_zero_point, bias)
+    quantized_a = QuantizedMatrix(*dynamic_quantize_linear(a))
+    return dequantized_product(quantized_a, QuantizedMatrix(b, b_scale, b_zero_point), bias)
 
 
 @op("com.microsoft.QGemm-1")
@@ -108,9 +116,9 @@ def q_attention(
     """
     if do_rotary or past_present_share_buffer:
         raise cuda_only_error()
-    packed_qkv = dequantized_integer_product(
-        x, input_scale, input_zero_point, weight, weight_scale, weight_zero_point, bias
-    ).astype(bias.dtype)
+    quantized_x = QuantizedMatrix(x, input_scale, input_zero_point)
+    quantized_weight = QuantizedMatrix(weight, weight_scale, weight_zero_point)
+    packed_qkv = dequantized_product(quantized_x, quantized_weight, bias).astype(bias.dtype)
     return attend_packed_qkv(
         packed_qkv,
         heads=num_heads,

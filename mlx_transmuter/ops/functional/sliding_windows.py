@@ -25,7 +25,7 @@ class SlidingWindows(NamedTuple):
 
 
 def place_windows(
-    space, kernel, strides=None, dilations=None, pads=None, auto_pad="NOTSET", ceil_mode=0
+    space, kernel, *, strides=None, dilations=None, pads=None, auto_pad="NOTSET", ceil_mode=0
 ) -> SlidingWindows:
     """Returns the windows over the sizes `space`, by the attributes of ONNX's Conv and pooling operators.
 

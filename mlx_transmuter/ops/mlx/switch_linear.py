@@ -29,7 +29,9 @@ class SwitchLinear(nn.Module):
     def to_quantized(self, group_size: int = 64, bits: int = 4, mode: str = "affine", **_: Any) -> nn.Module:
         """Returns the quantised layer with which `nn.quantize` replaces this one."""
         experts, outputs, inputs = self.weight.shape
-        layer = QuantizedSwitchLinear(experts, inputs, outputs, "bias" in self, group_size, bits, mode)
+        layer = QuantizedSwitchLinear(
+            experts, inputs, outputs, bias="bias" in self, group_size=group_size, bits=bits, mode=mode
+        )
         arrays = mx.quantize(self.weight, group_size, bits, mode=mode)
         layer.update(dict(zip(("weight", "scales", "biases"), arrays, strict=False)))
         if "bias" in self:
@@ -47,6 +49,7 @@ class QuantizedSwitchLinear(nn.Module):
         experts: int,
         inputs: int,
         outputs: int,
+        *,
         bias: bool = False,
         group_size: int = 64,
         bits: int = 4,

@@ -151,7 +151,7 @@ def reciprocal(x):
 
 @op("BitShift-11")
 def bit_shift(x, by, *, direction):
-    """x shifted by as many bits to the "LEFT" or "RIGHT"; the sign moves in from the left, zeros elsewhere.
+    """x shifted by as many bits to the "LEFT" or "RIGHT"; signed numbers keep their sign, other bits become 0.
 
     ONNX BitShift-11, 28.
     """
@@ -163,7 +163,7 @@ def bit_shift(x, by, *, direction):
     if direction == "LEFT":
         return mx.where(within, mx.left_shift(x, by), mx.zeros_like(x))
     shifted = mx.right_shift(x, by)
-    # Shifted out altogether, a negative number leaves its sign, any other nothing.
+    # By all its bits or more, a negative number shifted right becomes -1, any other number 0.
     return shifted if mx.issubdtype(x.dtype, mx.signedinteger) else mx.where(within, shifted, mx.zeros_like(x))
 
 

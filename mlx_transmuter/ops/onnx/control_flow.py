@@ -14,24 +14,24 @@ MAX_LOOP_ITERATIONS = 2**10
 
 @op("If-1")
 def if_(condition: HostArray, *, then_branch, else_branch):
-    """The outputs of the branch that condition, a scalar bool, chooses. ONNX If-1 to 25."""
+    """The outputs of the branch for the condition, a scalar bool. ONNX If-1 to 25."""
     return tuple((then_branch if condition.item() else else_branch)())
 
 
 @op("Loop-1")
 def loop(trips: HostArray = None, condition: HostArray = None, *state, body, outputs):
-    """The body over and over, at most `trips` times and while its condition holds. ONNX Loop-1 to 25.
+    """The body repeated at most `trips` times and while its condition holds. ONNX Loop-1 to 25.
 
     body(iteration, condition, *state) gives the next condition, the next state, and one element of each scan output.
     The results are the last state and the scan outputs stacked along a new axis 0. Trips and conditions are host
     values.
     """
-    going = np.array(True) if condition is None else condition
+    continues: np.ndarray = np.array(True) if condition is None else condition
     values, scans, i = list(state), [], 0
-    while going.item() and (trips is None or i < trips.item()):
+    while continues.item() and (trips is None or i < trips.item()):
         if i == MAX_LOOP_ITERATIONS:
-            raise OperatorError(f"a loop that goes on after {i} turns", f"at most {MAX_LOOP_ITERATIONS}")
-        going, *results = body(np.array(i, np.int64), going, *values)
+            raise OperatorError(f"a loop that goes on after {i} iterations", f"at most {MAX_LOOP_ITERATIONS}")
+        continues, *results = body(np.array(i, np.int64), continues, *values)
         values = results[: len(state)]
         scans.append(results[len(state) :])
         i += 1
@@ -41,10 +41,10 @@ def loop(trips: HostArray = None, condition: HostArray = None, *state, body, out
 def _stack_scan_outputs(
     scans: list[list[Any]], count: int, axes: list[int] | None = None, backward: list[int] | None = None
 ) -> list[Any]:
-    """The elements that each turn of a loop gave, one array per scan output; of no turns, nothing is known but that."""
+    """Returns the elements of all iterations of a loop as one array per scan output; without iterations, empty ones."""
     columns = []
     for i in range(count):
-        column = [turn[i] for turn in scans]
+        column = [elements[i] for elements in scans]
         if backward and backward[i]:
             column = column[::-1]
         if not column:
@@ -71,7 +71,7 @@ def scan(
     """The body over the elements of the last num_scan_inputs inputs, with the others as its state. ONNX Scan-9 to 25.
 
     body(*state, *elements) gives the next state and one element of each scan output; axes and directions (1: backward)
-    say where the elements lie and in which order they come.
+    are the axis of the elements and their order.
     """
     count = len(inputs) - num_scan_inputs
     state, scanned = list(inputs[:count]), list(inputs[count:])
@@ -89,7 +89,7 @@ def scan(
 
 @op("Scan-8")
 def scan_8(lengths: HostArray, *inputs, body, num_scan_inputs, directions=None, outputs):
-    """Scan-9 over each row of a batch, the axis 0 of every input and result, its elements along axis 1. ONNX Scan-8."""
+    """Scan-9 over axis 1 of each row of a batch, which is axis 0 of every input and result. ONNX Scan-8."""
     rows = []
     for row in range(inputs[-1].shape[0]):
         own = [x[row] for x in inputs]

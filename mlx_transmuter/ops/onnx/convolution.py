@@ -73,7 +73,7 @@ def conv(x, w, bias=None, *, auto_pad="NOTSET", dilations=None, group=1, kernel_
 
     ONNX Conv-1, 11, 22.
     """
-    at = place_windows(x.shape[2:], w.shape[2:], strides, dilations, pads, auto_pad)
+    at = place_windows(x.shape[2:], w.shape[2:], strides=strides, dilations=dilations, pads=pads, auto_pad=auto_pad)
     y = convolve(
         x,
         w,
@@ -145,7 +145,7 @@ def col2im(x, image_shape: HostArray, block_shape: HostArray, *, dilations=None,
     ONNX Col2Im-18.
     """
     image, block = image_shape.tolist(), block_shape.tolist()
-    at = place_windows(image, block, strides, dilations, pads)
+    at = place_windows(image, block, strides=strides, dilations=dilations, pads=pads)
     inside, flat = np.ones((), bool), np.zeros((), np.int64)
     for axis, n in enumerate(image):
         places = np.arange(block[axis])[:, None] * at.dilations[axis] + np.arange(at.counts[axis]) * at.strides[axis]

@@ -32,11 +32,20 @@ def max_pool(
     strides=None,
     outputs=1,
 ):
-    """The largest element of each window, then its index in the flattened x (space column by column if storage_order).
+    """The largest element of each window, then its index in the flattened x.
 
+    The index counts the spatial axes from the first one on if storage_order, else from the last one on.
     ONNX MaxPool-8, 10, 11, 12, 22.
     """
-    w = place_windows(x.shape[2:], kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
+    w = place_windows(
+        x.shape[2:],
+        kernel_shape,
+        strides=strides,
+        dilations=dilations,
+        pads=pads,
+        auto_pad=auto_pad,
+        ceil_mode=ceil_mode,
+    )
     over = window_view(pad_for_windows(x, w, _lowest_value(x.dtype)), w)
     axes = _kernel_axes(x)
     y = mx.max(over, axis=axes)
@@ -72,7 +81,15 @@ def average_pool(
 
     ONNX AveragePool-7, 10, 11, 19, 22.
     """
-    w = place_windows(x.shape[2:], kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
+    w = place_windows(
+        x.shape[2:],
+        kernel_shape,
+        strides=strides,
+        dilations=dilations,
+        pads=pads,
+        auto_pad=auto_pad,
+        ceil_mode=ceil_mode,
+    )
     total = mx.sum(window_view(pad_for_windows(x, w, 0), w), axis=_kernel_axes(x))
     counts = np.ones((), np.int64)
     for axis, n in enumerate(x.shape[2:]):
@@ -87,7 +104,15 @@ def average_pool(
 @op("LpPool-2")
 def lp_pool(x, *, kernel_shape, auto_pad="NOTSET", ceil_mode=0, dilations=None, p=2, pads=None, strides=None):
     """The p-th root of the sum of |x| to the power of p over each window. ONNX LpPool-2, 11, 18, 22."""
-    w = place_windows(x.shape[2:], kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
+    w = place_windows(
+        x.shape[2:],
+        kernel_shape,
+        strides=strides,
+        dilations=dilations,
+        pads=pads,
+        auto_pad=auto_pad,
+        ceil_mode=ceil_mode,
+    )
     return _pth_root(mx.sum(window_view(pad_for_windows(mx.abs(x) ** p, w, 0), w), axis=_kernel_axes(x)), p).astype(
         x.dtype
     )

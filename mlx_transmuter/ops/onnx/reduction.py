@@ -22,10 +22,10 @@ def _reduce(x: mx.array, axes: Any, keepdims: int, noop: int, function: Callable
     if not chosen and not noop:
         chosen = tuple(range(x.ndim))
     if x.size == 0:
-        # MLX's reductions of nothing read memory that nobody wrote, and may not end.
+        # MLX's reductions of no elements read uninitialised memory and may not end.
         shape = [1 if i in chosen else n for i, n in enumerate(x.shape) if keepdims or i not in chosen]
         return mx.full(shape, _clamp_to_dtype(empty, x.dtype), x.dtype)
-    # The root and the logarithm of a sum hold for one element too; mean, max and the like are the element itself.
+    # Over one element, a root or logarithm of a sum still applies; mean, max and the like are the element itself.
     return function(x, axis=chosen, keepdims=bool(keepdims)).astype(x.dtype)
 
 

@@ -14,7 +14,7 @@ def sequence_construct(*xs):
 
 @op("SequenceEmpty-11")
 def sequence_empty(*, dtype=1):
-    """A sequence of nothing. ONNX SequenceEmpty-11."""
+    """An empty sequence. ONNX SequenceEmpty-11."""
     return []
 
 
@@ -66,13 +66,13 @@ def concat_from_sequence(sequence, *, axis, new_axis=0):
 
 @op("Optional-15")
 def optional(x=None):
-    """x, or an optional of nothing. ONNX Optional-15, 28."""
+    """x, or an empty optional. ONNX Optional-15, 28."""
     return x
 
 
 @op("OptionalGetElement-15")
 def optional_get_element(x):
-    """What the optional holds; anything else as it is. ONNX OptionalGetElement-15, 18, 28."""
+    """The element of the optional; any other value as it is. ONNX OptionalGetElement-15, 18, 28."""
     return x
 
 

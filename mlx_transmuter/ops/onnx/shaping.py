@@ -1,4 +1,4 @@
-"""Shapes: reading them, and arranging the same elements anew."""
+"""Shapes: their sizes, and the same elements in another shape."""
 
 import math
 
@@ -28,7 +28,7 @@ def size(x):
 
 @op("Reshape-5")
 def reshape(x, shape: HostArray, *, allowzero=0):
-    """x in that shape; -1 is what remains, 0 x's own size unless allowzero.
+    """x in that shape; -1 is inferred from the other sizes, 0 is x's own size unless allowzero.
 
     ONNX Reshape-5, 13, 14, 19, 21, 23, 24, 25.
     """
@@ -59,14 +59,14 @@ def transpose(x, *, perm=None):
 
 @op("Unsqueeze-11")
 def unsqueeze_11(x, *, axes):
-    """x with new axes of size 1 at the places `axes` of the result. ONNX Unsqueeze-11."""
+    """x with new axes of size 1 at the positions `axes` of the result. ONNX Unsqueeze-11."""
     rank = x.ndim + len(axes)
     return mx.expand_dims(x, sorted(axis % rank for axis in axes)) if axes else x
 
 
 @op("Unsqueeze-13")
 def unsqueeze(x, axes: HostArray):
-    """x with new axes of size 1 at the places axes, int64 [r], of the result. ONNX Unsqueeze-13, 21, 23, 24, 25."""
+    """x with new axes of size 1 at the positions axes, int64 [r], of the result. ONNX Unsqueeze-13, 21, 23, 24, 25."""
     return unsqueeze_11(x, axes=axes.reshape(-1).tolist())
 
 
