@@ -1,6 +1,4 @@
-"""Writes docs/rewrites.md: what each rewrite does to each model of the tests, and how far its logits are from the
-graph's.
-"""
+"""Writes docs/rewrites.md: how many nodes each rewrite replaces in the models of the tests, and how far logits move."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ FIXTURES = ROOT / "tests" / "fixtures"
 HEAD = """# Rewrites, model by model
 
 Written by `scripts/report_rewrites.py` from the models of the tests (two or three layers each). *nodes*: read from the
-file, and left. *mode*: of the graph as it is, and how it runs where that is unlike others. *error*: the largest
-difference of logits from the unrewritten graph's, relative to their spread: in that mode, and over pools. The other
-columns count what each rewrite made.
+file → left after the rewrites. *mode*: the cache mode of the graph, and how it runs where that differs from other
+models. *error*: the largest difference of logits from those of the unrewritten graph, relative to their spread: in that
+mode, and over pools. Each further column counts the nodes that one rewrite replaced.
 
 """
 
@@ -34,7 +32,7 @@ def main() -> None:
             folder = convert(source, "model.onnx", Path(temporary) / source.name, progress=False)
             program = load_folder(folder).decoder.program
             meta = program.metadata
-            names = [record["name"] for record in meta["rewrites"]]
+            names = [record["name"].replace("_", " ") for record in meta["rewrites"]]
             plan, tried, nodes = (
                 RunPlan.from_program(program, DecoderSignature.from_program(program)).label,
                 meta["proof"]["tried"],

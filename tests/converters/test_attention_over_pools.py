@@ -1,4 +1,4 @@
-"""Attention in one operator, or with one tensor for keys and values, over pools: against onnxruntime, and what stays."""
+"""Attention in one operator, or with one tensor for keys and values, over pools: against onnxruntime, and skips."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def padding(toy: Toy) -> str:
 
 
 def multi_head(mask: str, bias: bool = False, apart: bool = False, op: str = "MultiHeadAttention", **attrs):
-    """MultiHeadAttention; mask: "causal" (its own, and padding), "bias" or "window"; apart: heads already apart."""
+    """MultiHeadAttention; mask: "causal" (its own, and padding), "bias" or "window"; apart: keys and values have heads."""
 
     def layer(toy: Toy, x: str, number: int, past: list[str], present: list[str]) -> str:
         q, k, v = projected(toy, x)
@@ -160,7 +160,7 @@ def grouped(added: str = "", sinks: bool = False, norms: str = "", packed: bool 
 
 
 def numbered(past: str, constant: str = "") -> ModelProto:
-    """A cache of which each tensor has a number alone: keys and values of one layer, then those of the other.
+    """A cache whose tensors are named by a number alone: keys and values of one layer, then those of the other.
     constant: of another name, a constant of the graph.
     """
     model = multi_head("causal")
@@ -234,20 +234,20 @@ def test_attention_runs_over_pools_as_onnxruntime_runs_it(name, tmp_path):
 
 
 def reasons(model: ModelProto, one, tmp_path) -> list[str]:
-    """Why the rewrite declined what it found in the model."""
+    """Returns why the rewrite skipped each match that it skipped in the model."""
     onnx.save(model, tmp_path / "model.onnx")
     program = apply_rewrites(name_weights(read_onnx(tmp_path / "model.onnx")), GRAPH_REWRITES)[0]
     return [answer.reason for answer in one(GraphView(program)) if isinstance(answer, SkippedMatch)]
 
 
-def test_standard_attention_whose_own_mask_ignores_the_past_declines(tmp_path):
+def test_onnx_attention_whose_own_mask_ignores_the_past_is_skipped(tmp_path):
     model = standard("causal", outside=True, kv=HEADS)
     assert reasons(model, fuse_pooled_attention, tmp_path) == [
         "its keys and values are not cached, or its own mask does not count the past"
     ]
 
 
-def test_grouped_attention_with_a_bias_that_is_no_slope_declines(tmp_path):
+def test_group_query_attention_with_a_bias_that_is_not_linear_is_skipped(tmp_path):
     model = grouped("slopes")
     node = next(node for node in model.graph.node if node.op_type == "Mul")
     squared = onnx.helper.make_node("Mul", [node.input[0]] * 2, ["squared"])
@@ -258,7 +258,7 @@ def test_grouped_attention_with_a_bias_that_is_no_slope_declines(tmp_path):
     ]
 
 
-def test_attention_without_a_mask_declines(tmp_path):
+def test_attention_without_a_mask_is_skipped(tmp_path):
     model = multi_head("causal")
     for node in model.graph.node:
         if node.op_type == "MultiHeadAttention":
@@ -269,7 +269,7 @@ def test_attention_without_a_mask_declines(tmp_path):
     assert found == ["there is no mask, so a token attends to later tokens too"]
 
 
-def test_attention_whose_scores_are_wanted_declines(tmp_path):
+def test_attention_whose_scores_are_an_output_is_skipped(tmp_path):
     model = multi_head("bias")
     node = next(node for node in model.graph.node if node.op_type == "MultiHeadAttention")
     node.output.append("scores")

@@ -1,4 +1,4 @@
-"""Near misses of the rewrites are skipped with their reason; what a rewrite makes is a valid program."""
+"""Near misses of the rewrites are skipped with their reason; a rewritten program is valid."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mlx_transmuter.program.renaming import rename_values
 from mlx_transmuter.program.signature import CACHE_INDEX_INPUT
 
 
-def test_a_norm_over_another_axis_declines():
+def test_a_norm_over_another_axis_is_skipped():
     program = program_before("llama", fuse_rms_norm)
     program.constants["other"] = np.array([1])
     node = next(node for node in program.nodes if node.op.startswith("ReduceMean"))
@@ -36,7 +36,7 @@ def test_a_norm_over_another_axis_declines():
     assert apply_rewrite(program, fuse_rms_norm)[1].replaced_count == 4
 
 
-def test_a_mask_that_shows_later_columns_declines():
+def test_attention_whose_mask_shows_later_columns_is_skipped():
     program = program_before("llama", fuse_pooled_attention)
     node = next(node for node in program.nodes if node.op.startswith("LessOrEqual"))
     program = change_first_node(program, "LessOrEqual", op="GreaterOrEqual-12")
@@ -45,7 +45,7 @@ def test_a_mask_that_shows_later_columns_declines():
     assert apply_rewrite(program, fuse_pooled_attention)[1].replaced_count == 0
 
 
-def test_attention_with_a_past_that_something_else_reads_declines():
+def test_attention_whose_past_another_node_reads_is_skipped():
     program = program_before("llama", fuse_pooled_attention)
     extra = Node("Identity-1", ("past_key_values.0.key",), ("copy",))
     added = Node("ReduceMean-18", ("copy",), ("mean",), {"keepdims": 0})
@@ -58,7 +58,7 @@ def test_attention_with_a_past_that_something_else_reads_declines():
     ]
 
 
-def test_scores_that_are_shifted_as_well_decline():
+def test_attention_whose_scores_are_shifted_is_skipped():
     program = program_before("llama", fuse_pooled_attention)
     softmax = next(node for node in program.nodes if node.op.startswith("Softmax"))
     program.constants["shift"] = np.array(1.0, np.float32)
@@ -68,7 +68,7 @@ def test_scores_that_are_shifted_as_well_decline():
     assert skip_reasons(program, fuse_pooled_attention) == ["the scores come from Add-7"]
 
 
-def test_a_table_that_something_else_reads_is_no_embedding():
+def test_a_table_that_another_node_reads_is_not_made_an_embedding():
     program = program_before("llama", make_embedding_layers)
     table = next(
         node for node in program.nodes if node.inputs[0] in program.weights and node.op.startswith("Gather")
@@ -77,7 +77,7 @@ def test_a_table_that_something_else_reads_is_no_embedding():
     assert skip_reasons(program, make_embedding_layers) == ["the table is also read by Abs-6"]
 
 
-def test_a_matrix_that_something_else_reads_is_no_linear_layer():
+def test_a_matrix_that_another_node_reads_is_not_made_a_linear_layer():
     program = program_before("llama", make_linear_layers)
     matrix = next(
         node for node in program.nodes if node.op.startswith("MatMul") and node.inputs[1] in program.weights
@@ -87,21 +87,21 @@ def test_a_matrix_that_something_else_reads_is_no_linear_layer():
     assert found == ["the matrix is read in several ways; expected products of one form"]
 
 
-def test_weights_packed_for_another_machine_stay():
+def test_weights_packed_for_another_machine_are_skipped():
     program = program_before("llama_q4", make_block_quantized_layers)
     node = next(node for node in program.nodes if node.op.startswith("com.microsoft.MatMulNBits"))
     program = change_first_node(program, "com.microsoft.MatMulNBits", attrs={**node.attrs, "weight_prepacked": 1})
     assert skip_reasons(program, make_block_quantized_layers) == ["it is packed for another machine"]
 
 
-def test_grouped_attention_with_another_attribute_declines():
+def test_group_query_attention_with_an_unknown_attribute_is_skipped():
     program = program_before("llama_genai", lower_group_query_attention)
     node = next(node for node in program.nodes if "GroupQueryAttention" in node.op)
     program = change_first_node(program, "com.microsoft.GroupQueryAttention", attrs={**node.attrs, "qk_output": 1})
     assert skip_reasons(program, lower_group_query_attention) == ["its attribute qk_output is 1"]
 
 
-def test_scores_that_are_scaled_by_less_than_nothing_decline():
+def test_attention_whose_scores_have_a_negative_scale_is_skipped():
     program = program_before("codegen", fuse_pooled_attention)
     node = next(node for node in program.nodes if node.op.startswith("Div") and "attn" in node.name)
     program.constants["less"] = -program.constants[node.inputs[1]]
@@ -109,7 +109,7 @@ def test_scores_that_are_scaled_by_less_than_nothing_decline():
     assert skip_reasons(program, fuse_pooled_attention) == ["the scores come from Div-7"]
 
 
-def test_scores_beside_something_else_than_sinks_decline():
+def test_attention_with_a_column_that_is_not_sinks_is_skipped():
     program = program_before("gpt_oss", fuse_pooled_attention)
     node = next(node for node in program.nodes if node.op == "Concat-4" and "Expand" in node.inputs[-1])
     at = program.nodes.index(node)
@@ -119,8 +119,8 @@ def test_scores_beside_something_else_than_sinks_decline():
     assert skip_reasons(program, fuse_pooled_attention) == [wanted]
 
 
-def test_a_mask_whose_window_a_prompt_lacks_declines():
-    """The mask is computed for a prompt longer than the window too, not for a late step alone."""
+def test_attention_whose_window_a_prompt_lacks_is_skipped():
+    """The mask is computed for a prompt longer than the window too, not only for a late step."""
     program = program_before("mistral", fuse_pooled_attention)
     compare = next(node for node in program.nodes if node.op.startswith("Greater-"))
     at = program.nodes.index(compare)
@@ -137,7 +137,7 @@ def test_a_mask_whose_window_a_prompt_lacks_declines():
     assert skip_reasons(program, fuse_pooled_attention) == [wanted]
 
 
-def test_attention_with_projections_of_other_sizes_stays():
+def test_attention_with_projections_of_unequal_sizes_is_skipped():
     program = program_before("gpt2_ort", extract_attention_projections)
     node = next(node for node in program.nodes if node.op.startswith("com.microsoft.Attention"))
     program = change_first_node(
@@ -149,7 +149,7 @@ def test_attention_with_projections_of_other_sizes_stays():
     assert apply_rewrite(program, extract_attention_projections)[1].replaced_count == 1
 
 
-def test_positions_of_an_unknown_use_decline():
+def test_positions_with_an_unknown_reader_are_skipped():
     program = program_before("gemma", expose_positions)
     value = next(
         node for node in program.nodes if node.op.startswith("Unsqueeze") and "Range" in node.inputs[0]
@@ -158,7 +158,7 @@ def test_positions_of_an_unknown_use_decline():
     assert skip_reasons(program, expose_positions) == ["Sign-9 reads positions, and may mean columns"]
 
 
-def test_products_of_one_input_are_joined_and_keep_their_numbers(loaded):
+def test_products_of_one_input_are_merged_with_their_weights_unchanged(loaded):
     program = program_before("llama", merge_projections)
     after, record = apply_rewrite(program, merge_projections)
     assert record.replaced_count == 10  # q, k and v, gate and up, of two layers
@@ -172,7 +172,7 @@ def test_products_of_one_input_are_joined_and_keep_their_numbers(loaded):
 
 
 @pytest.mark.parametrize("change", ["one has a bias", "one has another type", "one is read twice", "another input"])
-def test_products_that_differ_stay_apart(change):
+def test_products_that_differ_are_not_merged(change):
     program = program_before("llama", merge_projections)
     path = "model.layers.0.mlp.up_proj"
     node = next(node for node in program.nodes if node.inputs[1:] == (path,))
@@ -190,7 +190,7 @@ def test_products_that_differ_stay_apart(change):
     assert path in after.layers or change == "another input"
 
 
-def test_heads_are_parted_and_joined_in_one_node_each():
+def test_heads_are_split_in_one_node_and_merged_by_attention():
     program = program_before("llama", fuse_head_reshapes)
     after, record = apply_rewrite(program, fuse_head_reshapes)
     assert record.replaced_count == 10
@@ -200,7 +200,7 @@ def test_heads_are_parted_and_joined_in_one_node_each():
     assert not any(node.op.startswith("Transpose") and node.attrs["perm"] == [0, 2, 1, 3] for node in after.nodes)
 
 
-def test_heads_that_something_else_reads_are_joined_by_a_node_of_their_own():
+def test_heads_that_another_node_reads_are_merged_by_a_node_of_their_own():
     program = program_before("llama", fuse_head_reshapes)
     read = next(node for node in program.nodes if node.op == "mlx.attention").outputs[0]
     after, _ = apply_rewrite(
@@ -212,7 +212,7 @@ def test_heads_that_something_else_reads_are_joined_by_a_node_of_their_own():
 
 
 @pytest.mark.parametrize("change", ["another order", "other rows"])
-def test_a_transpose_of_something_else_is_no_parting_into_heads(change):
+def test_other_transposes_and_reshapes_are_not_made_split_heads(change):
     program = program_before("llama", fuse_head_reshapes)
     if change == "another order":
         program = change_first_node(program, "Transpose", attrs={"perm": [0, 1, 3, 2]})
@@ -226,7 +226,7 @@ def test_a_transpose_of_something_else_is_no_parting_into_heads(change):
     assert sum(node.op == "mlx.split_heads" or node.attrs.get("merge", 0) for node in after) == 7
 
 
-def test_a_rewrite_replaces_the_root_alone_and_what_nothing_reads_falls():
+def test_a_rewrite_replaces_the_root_and_drops_the_nodes_that_nothing_reads():
     program = program_before("llama", fuse_rms_norm)
     after, record = apply_rewrite(program, fuse_rms_norm)
     assert record.replaced_count == 5
@@ -234,23 +234,23 @@ def test_a_rewrite_replaces_the_root_alone_and_what_nothing_reads_falls():
     after.validate()
 
 
-def test_rewrites_see_of_a_changed_program_what_a_walk_of_all_of_it_shows():
-    """An observation is carried from program to program, and new nodes alone are walked; it must be as a fresh one."""
-    before, fresh = GraphView(fixture_graph("gemma")), 0
-    for one in GRAPH_REWRITES:
-        program = apply_rewrite(before.program, one, before)[0]
+def test_a_continued_shape_probe_equals_a_new_one():
+    """A shape probe is continued from program to program, and only new nodes are walked."""
+    before, changed_count = GraphView(fixture_graph("gemma")), 0
+    for rewrite in GRAPH_REWRITES:
+        program = apply_rewrite(before.program, rewrite, before)[0]
         after = GraphView(program, before)
-        seen, wanted = after.shape_probe, GraphView(program).shape_probe
+        continued, new = after.shape_probe, GraphView(program).shape_probe
         for name in {name for node in program.nodes for name in node.outputs if name}:
-            assert seen.shapes(name) == wanted.shapes(name), (one, name)
-            assert np.array_equal(seen.constant_value(name), wanted.constant_value(name)), (one, name)
-            assert seen.dtype(name) == wanted.dtype(name), (one, name)
-        fresh += program is not before.program
+            assert continued.shapes(name) == new.shapes(name), (rewrite, name)
+            assert np.array_equal(continued.constant_value(name), new.constant_value(name)), (rewrite, name)
+            assert continued.dtype(name) == new.dtype(name), (rewrite, name)
+        changed_count += program is not before.program
         before = after
-    assert fresh >= 5
+    assert changed_count >= 5
 
 
-def test_numbers_of_rows_and_tokens_that_are_read_off_the_past_are_read_off_the_tokens():
+def test_sizes_that_are_read_off_the_past_are_read_off_the_tokens():
     """Newer exporters take the number of rows from any input that has it; over pools the past has none."""
     program = program_before("llama", fold_static_shapes)
     graph_ = GraphView(program)
@@ -282,14 +282,14 @@ def test_numbers_of_rows_and_tokens_that_are_read_off_the_past_are_read_off_the_
     assert {record.name: record.replaced_count for record in records}["fuse_pooled_attention"] == 6
 
 
-def test_positions_that_are_shaped_once_for_two_uses_are_shaped_twice():
+def test_positions_that_two_uses_share_are_computed_for_each():
     """onnxruntime's optimiser lets the rotation and the mask share an Unsqueeze of the same positions."""
     program = program_before("gemma", expose_positions)
-    seen = GraphView(program)
+    graph = GraphView(program)
     shared = next(
         node
         for node in program.nodes
-        if node.op.startswith("Unsqueeze") and any(n.op.startswith("Cast") for n in seen.consumers(node.outputs[0]))
+        if node.op.startswith("Unsqueeze") and any(n.op.startswith("Cast") for n in graph.consumers(node.outputs[0]))
     )
     program.constants["gather_last_token_logits"] = np.array([3])
     later = [

@@ -258,7 +258,7 @@ ROUTED["granitemoe_dynamo"] = {"Softmax-13", "ScatterND-11"}
 
 
 @pytest.mark.parametrize("name", sorted(WANTED))
-def test_each_rewrite_is_made_as_often_as_the_architecture_asks(name, loaded):
+def test_each_rewrite_replaces_as_many_nodes_as_the_architecture_has(name, loaded):
     meta = loaded(name).decoder.program.metadata
     held = {record["name"]: record["held"] for record in meta["rewrites"]}
     wanted = WANTED[name]
@@ -266,7 +266,7 @@ def test_each_rewrite_is_made_as_often_as_the_architecture_asks(name, loaded):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gpt2_reread", "deltanet_ort")])  # no cache
-def test_every_fixture_runs_over_pools_and_nothing_of_past_or_mask_is_left(name, loaded):
+def test_every_fixture_runs_over_pools_without_nodes_of_past_or_mask(name, loaded):
     program = loaded(name).decoder.program
     assert program.input(CACHE_INDEX_INPUT) is not None
     assert program.input("attention_mask") is None

@@ -1,4 +1,4 @@
-"""Weights that a graph changes before it uses them: changed at conversion, to the same results."""
+"""fold_weight_transforms: a weight that the graph transforms is transformed at conversion, with equal results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHAINS = {
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("chain", CHAINS)
-def test_what_is_done_to_a_weight_is_done_at_conversion(chain, shared):
+def test_transforms_of_a_weight_are_computed_at_conversion(chain, shared):
     nodes, constants = CHAINS[chain]
     last = [helper.make_node("Add", ["x", "b"], ["y"])]
     if shared:  # the weight as it is is read too, and the one between
@@ -59,15 +59,15 @@ STAY = {
 
 
 @pytest.mark.parametrize("what", STAY)
-def test_the_rest_stays(what):
+def test_other_transforms_stay(what):
     shape = [helper.make_node("Shape", ["x"], ["shape"])]
     proto = model([*shape, STAY[what], helper.make_node("Identity", ["b"], ["y"])],
                   initializers=[numpy_helper.from_array(W.reshape(2, 3), "w"), axes("five", 5)])  # fmt: skip
     assert list(fold_weight_transforms(GraphView(read_onnx(proto)))) == []
 
 
-def test_integers_that_are_cast_to_floats_stay():
-    """As floats they would be four times the file."""
+def test_integer_weights_that_are_cast_to_floats_stay():
+    """As floats they would make the file four times as large."""
     node = helper.make_node("Cast", ["w"], ["y"], to=TensorProto.FLOAT)
     weight = numpy_helper.from_array(np.arange(6, dtype=np.int8), "w")
     assert list(fold_weight_transforms(GraphView(read_onnx(model([node], initializers=[weight]))))) == []

@@ -1,4 +1,4 @@
-"""Together: queries, keys and values of one product are parted, rotated and kept at once where they can be."""
+"""fuse_qkv_heads: the heads of a merged product are split, rotated and stored in one node each where they can be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_transmuter.converters.passes.attention.fuse_qkv_heads import fuse_qkv_h
 from mlx_transmuter.program import Node
 
 
-def test_queries_keys_and_values_are_parted_once_and_queries_and_keys_rotated_once():
+def test_heads_are_split_in_one_node_and_queries_and_keys_rotated_in_one():
     program = program_before("llama", fuse_qkv_heads)
     after, record = apply_rewrite(program, fuse_qkv_heads)
     assert record.replaced_count == 14  # a split, three partings, two rotations and an attention in each of two layers
@@ -25,7 +25,7 @@ def test_queries_keys_and_values_are_parted_once_and_queries_and_keys_rotated_on
 
 
 @pytest.mark.parametrize("change", ["values read", "keys read", "apart", "fewer values"])
-def test_keys_and_values_that_are_not_kept_at_once_are_parted(change):
+def test_keys_and_values_that_are_not_stored_together_are_split(change):
     program = program_before("llama", fuse_qkv_heads)
     node = next(node for node in program.nodes if node.op == "mlx.attention")
     at = program.nodes.index(node)
@@ -46,7 +46,7 @@ def test_keys_and_values_that_are_not_kept_at_once_are_parted(change):
 
 
 @pytest.mark.parametrize("change", ["other angles", "other sizes", "read before"])
-def test_heads_that_are_not_alike_are_parted_and_rotated_apart(change):
+def test_heads_that_differ_are_split_or_rotated_separately(change):
     program = program_before("llama", fuse_qkv_heads)
     first, second = [node for node in program.nodes if node.op == "mlx.rotary"][:2]
     split = next(node for node in program.nodes if node.op == "mlx.split_heads")

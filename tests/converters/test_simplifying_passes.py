@@ -1,4 +1,4 @@
-"""The rewrites of what exporters write besides: caches half inside, nodes twice, sizes, rotations, parts; near misses."""
+"""Passes that simplify a graph, and near misses: half-type caches, equal nodes, sizes, rotations, slices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlx_transmuter.program import Node, Program
 
 
 def half_inside(program: Program, parts: int) -> Program:
-    """The program of a half type with its logits and the first `parts` parts of its cache in float32 outside."""
+    """Returns the program of a half type with its logits and the first `parts` tensors of its cache in float32."""
     cast = set(sorted(value.name for value in program.inputs if value.name.startswith("past"))[:parts])
     given = {name.replace("past_key_values", "present") for name in cast}
     nodes = [Node("Cast-9", (name,), (f"{name}.half",), {"to": 10}) for name in cast]
@@ -37,7 +37,7 @@ def half_inside(program: Program, parts: int) -> Program:
     return replace(program, nodes=nodes, inputs=wide(program.inputs), outputs=wide(program.outputs))
 
 
-def test_a_cache_that_is_half_inside_is_kept_so():
+def test_a_cache_that_is_cast_to_a_half_type_is_stored_in_it():
     program, record = apply_rewrite(
         half_inside(program_before("llama_fp16", use_half_precision_cache), 4), use_half_precision_cache
     )
@@ -48,21 +48,21 @@ def test_a_cache_that_is_half_inside_is_kept_so():
     program.validate()
 
 
-def test_a_cache_of_which_a_part_alone_is_half_inside_declines():
+def test_a_cache_with_only_some_tensors_cast_to_a_half_type_is_skipped():
     program = half_inside(program_before("llama_fp16", use_half_precision_cache), 2)
     assert skip_reasons(program, use_half_precision_cache) == [
         "only some tensors of the cache are cast to a half type; expected all"
     ]
 
 
-def test_a_cache_that_is_rounded_on_its_way_out_stays():
-    """Kept in float32 its keys would be less rounded than the graph's."""
+def test_a_cache_that_is_rounded_when_it_is_stored_stays_float32():
+    """In float32 its keys are less rounded than in the graph."""
     program = half_inside(program_before("llama_fp16", use_half_precision_cache), 4)
     nodes = [replace(n, attrs={"to": 10}) if n.outputs[0].startswith("present") else n for n in program.nodes]
     assert apply_rewrite(replace(program, nodes=nodes), use_half_precision_cache)[1].replaced_count == 0
 
 
-def test_what_is_written_twice_is_computed_once_but_for_chance_and_what_the_graph_gives():
+def test_equal_nodes_are_computed_once_unless_random():
     program = program_before("llama", eliminate_common_subexpressions)
     table = next(iter(program.weights))
     extra = [
@@ -77,7 +77,7 @@ def test_what_is_written_twice_is_computed_once_but_for_chance_and_what_the_grap
     assert {name: other for name, other in aliases.items() if name in "abcdefgh"} == {"b": "a", "g": "f"}
 
 
-def test_a_size_taken_from_the_cache_is_read_off_the_tokens_unless_it_is_the_cache_s_own():
+def test_rows_are_read_off_the_tokens_and_the_length_of_the_cache_off_the_cache():
     """torch.onnx takes the number of rows from the last past, whose length is no size of a step's tokens."""
     program = program_before("llama_dynamo", fold_static_shapes)
 
@@ -88,7 +88,7 @@ def test_a_size_taken_from_the_cache_is_read_off_the_tokens_unless_it_is_the_cac
     assert [node.attrs["start"] for node in taken] == [2]
 
 
-def test_a_rotation_by_tables_whose_halves_differ_stays():
+def test_a_rotation_by_tables_whose_halves_differ_is_not_fused():
     program = program_before("llama", fuse_rotary_embedding)
     assert apply_rewrite(program, fuse_rotary_embedding)[1].replaced_count == 4
     at = next(i for i, node in enumerate(program.nodes) if node.op.startswith("Cos"))
@@ -99,8 +99,8 @@ def test_a_rotation_by_tables_whose_halves_differ_stays():
     assert apply_rewrite(program, fuse_rotary_embedding)[1].replaced_count == 0
 
 
-def test_a_rotation_of_neighbours_by_tables_of_halves_stays():
-    """gptj's tables repeat each angle for two neighbours; turned about, the angles are alike no more."""
+def test_a_rotation_of_neighbours_by_tables_of_halves_is_not_fused():
+    """gptj's tables repeat each angle for two neighbours; in the order of halves neighbours differ."""
     program = program_before("gptj", fuse_rotary_embedding)
     assert apply_rewrite(program, fuse_rotary_embedding)[1].replaced_count == 4
     nodes = []
@@ -122,7 +122,7 @@ PARTS = {
 
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize(("axis", "step"), [(-1, 1), (3, 1), (-1, 2), (1, 1)])
-def test_slices_are_a_split_where_they_are_parts_one_after_the_other(parts, axis, step):
+def test_slices_become_a_split_where_they_are_consecutive_parts(parts, axis, step):
     begins, ends, wanted = PARTS[parts]
     program = program_before("qwen2", fuse_slices_into_split)
     k = next(node for node in program.nodes if node.op.startswith("Reshape") and "/self_attn/" in node.outputs[0])
