@@ -43,6 +43,14 @@ ARROWS: dict[str, set[str]] = {
     "__main__": {"cli"},
 }  # fmt: skip
 
+# The rooms of the converters: each may import those before it, and the errors that they share.
+CONVERTER_ROOMS = (
+    *("errors", "onnx_reader", "graph", "passes", "proof", "precision"),
+    *("model_card", "source_graph", "staging", "pipeline"),
+)
+# Those that run a program: rewrites do so through `graph` (the shape probe, parts of a program) alone.
+CONVERTER_ROOMS_WITH_RUNTIME = ("graph", "proof", "precision", "source_graph", "pipeline")
+
 # What comes from outside and where: anything else is a dependency that pyproject.toml doesn't name, or one in a wrong room.
 OUTSIDE = {
     "mlx": {"program", "ops", "cache", "runtime", "model", "generation", "tasks", "cli", "converters"},
@@ -166,6 +174,34 @@ def test_the_check_sees_what_it_should():
         ROOT / "mlx_transmuter/runtime/decoder.py",
         "from mlx_transmuter import ops\nfrom mlx_transmuter.cache import Pools",
     )
+
+
+def converter_room(parts: tuple[str, ...]) -> str:
+    """The room of a module of the converters: `mlx_transmuter.converters.passes.moe.find_experts` is in passes."""
+    return parts[parts.index("converters") + 1]
+
+
+@pytest.mark.parametrize("own", CONVERTER_ROOMS)
+def test_a_room_of_the_converters_imports_only_those_before_it(own):
+    earlier = CONVERTER_ROOMS[: CONVERTER_ROOMS.index(own) + 1]
+    problems = []
+    for path in sources("converters"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[1:] == ("__init__",) or converter_room(parts) != own:
+            continue
+        for node, name in imports(ast.parse(path.read_text())):
+            where = f"{path.relative_to(ROOT)}:{node.lineno} imports {name}"
+            target = name.split(".")
+            if target[:2] == ["mlx_transmuter", "converters"] and converter_room(tuple(target)) not in earlier:
+                problems.append(where)
+            if target[:2] == ["mlx_transmuter", "runtime"] and own not in CONVERTER_ROOMS_WITH_RUNTIME:
+                problems.append(where)
+    assert problems == []
+
+
+def test_every_room_of_the_converters_has_its_place():
+    rooms = {converter_room(path.relative_to(ROOT).with_suffix("").parts) for path in sources("converters")}
+    assert rooms - {"__init__"} == set(CONVERTER_ROOMS)
 
 
 def test_annotations_of_operators_are_no_strings():

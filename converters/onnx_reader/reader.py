@@ -116,7 +116,7 @@ class _GraphReader:
     def declare_name(self, name: str, scope: ChainMap[str, str]) -> str:
         """Enters a value of the graph into its scope. Returns its unique name: graphs inside others may reuse names."""
         if name in scope.maps[0]:
-            raise ConvertError(self.file, f"the value {name!r} given twice", "each value given once", _EXPORT_AGAIN)
+            raise ConvertError(self.file, f"the value {name!r} defined twice", "each value defined once", _EXPORT_AGAIN)
         unique = name
         while scope.parents and unique in self.used_names:
             self.duplicate_counts[name] = self.duplicate_counts.get(name, 1) + 1
@@ -146,7 +146,9 @@ class _GraphReader:
             nodes += self.read_node(proto, scope)
         for info in graph.output:
             if info.name not in scope:
-                raise ConvertError(self.file, f"no node that gives the output {info.name!r}", "every output given")
+                raise ConvertError(
+                    self.file, f"no node that computes the output {info.name!r}", "every output computed"
+                )
         return Program(inputs, tuple(self.read_value(info, scope[info.name]) for info in graph.output), nodes)
 
     def add_tensor(self, name: str, tensor: LazyTensor) -> None:
@@ -174,7 +176,9 @@ class _GraphReader:
         for name in proto.input:
             if name and name not in scope:
                 node_name = f"{proto.op_type} {proto.name!r}"
-                raise ConvertError(self.file, f"the input {name!r}", "a value given before it is read", node=node_name)
+                raise ConvertError(
+                    self.file, f"the input {name!r}", "a value that is defined before it is read", node=node_name
+                )
         attrs = {attribute.name: self.read_attribute(attribute, proto, scope) for attribute in proto.attribute}
         proto, attrs = resolve_result_type(proto, attrs, self.element_types)
         op = resolve_node(proto, self.opsets)

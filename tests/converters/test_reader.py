@@ -343,9 +343,9 @@ INVALID = {
     "nodes in a circle": (lambda g: g.node[0].input.__setitem__(0, "y"), "the input 'y'"),
     "a node that reads itself": (lambda g: g.node[0].input.__setitem__(0, "h"), "the input 'h'"),
     "an output that no node computes": (lambda g: g.output.append(onnx.ValueInfoProto(name="z")), "the output 'z'"),
-    "a value given twice": (lambda g: g.node.append(helper.make_node("Abs", ["x"], ["h"])), "the value 'h' given twice"),
-    "a value given by input and node": (lambda g: g.node.append(helper.make_node("Abs", ["h"], ["x"])), "the value 'x' given twice"),
-    "an initializer given twice": (lambda g: g.initializer.append(numpy_helper.from_array(X, "w")), "the value 'w' given twice"),
+    "a value defined twice": (lambda g: g.node.append(helper.make_node("Abs", ["x"], ["h"])), "the value 'h' defined twice"),
+    "a value that is an input and a node's": (lambda g: g.node.append(helper.make_node("Abs", ["h"], ["x"])), "the value 'x' defined twice"),
+    "an initializer defined twice": (lambda g: g.initializer.append(numpy_helper.from_array(X, "w")), "the value 'w' defined twice"),
     "an attribute of no type": (lambda g: g.node[0].attribute.append(onnx.AttributeProto(name="odd")), "the attribute 'odd'"),
     "a list of graphs": (
         lambda g: g.node[0].attribute.append(onnx.AttributeProto(name="odd", type=onnx.AttributeProto.GRAPHS)), "the attribute 'odd'"

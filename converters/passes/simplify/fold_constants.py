@@ -10,8 +10,8 @@ from mlx_transmuter import ops
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
 from mlx_transmuter.converters.graph.operator_sets import RANDOM_OPS
 from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement
+from mlx_transmuter.converters.graph.subgraph import evaluate_nodes
 from mlx_transmuter.program import MAX_CONSTANT_ELEMENTS
-from mlx_transmuter.runtime.module import evaluate_node
 
 
 def fold_constants(graph: GraphView) -> Iterator[MatchOutcome]:
@@ -22,10 +22,10 @@ def fold_constants(graph: GraphView) -> Iterator[MatchOutcome]:
         if is_op_type(node, *RANDOM_OPS) or not all(name in constants for name in inputs):
             continue
         try:
-            results = evaluate_node(node, {name: constants[name] for name in inputs})
+            results = evaluate_nodes([node], {name: constants[name] for name in inputs})
         except ops.OperatorError:
             continue  # the module raises it when the node runs, if it ever does
-        outputs = {name: value for name, value in zip(node.outputs, results, strict=False) if name}
+        outputs = {name: value for name, value in results.items() if name}
         if all(isinstance(value, np.ndarray) and value.size <= MAX_CONSTANT_ELEMENTS for value in outputs.values()):
             constants |= outputs
             yield Replacement(node, (), constants=outputs)
