@@ -1,7 +1,7 @@
-"""Measures what 8- and 4-bit pools change, on the fixtures and the demo model, into the table of docs/caches.md.
+"""Measures what quantized keys and values change, on the fixtures and the demo model: the table of docs/caches.md.
 
-Each text is followed token by token: the share of steps whose likeliest token stays, and the largest change of a logit
-against the spread of the step's logits.
+Each text is repeated token by token, which gives the share of steps whose most likely token is the same, and the
+largest change of a logit relative to the spread of the step's logits.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ FIXTURES, DEMO, PAGE = ROOT / "tests" / "fixtures", ROOT / "mlx_transmuter" / "d
 
 def logits(decoder: Decoder, tokens: list[int]) -> np.ndarray:
     """The logits [tokens, vocab] after each token."""
-    run, found = decoder.begin_session([len(tokens)]), []
+    session, logits_after = decoder.begin_session([len(tokens)]), []
     for token in tokens:
-        step = run.step(np.array([[token]], np.int32), [1])
-        run.evaluate(step)
-        found.append(ops.to_host(step[0].astype(mx.float32)))
-    return np.stack(found)
+        step_logits = session.step(np.array([[token]], np.int32), [1])
+        session.evaluate(step_logits)
+        logits_after.append(ops.to_host(step_logits[0].astype(mx.float32)))
+    return np.stack(logits_after)
 
 
-def measured(source: Path) -> str | None:
-    """The line of a model; None for one without keys and values."""
-    with tempfile.TemporaryDirectory() as place:
-        model = load_folder(convert(source, "model.onnx", Path(place) / "model", progress=False))
+def table_line(source: Path) -> str | None:
+    """The table's line of a model; None for one without keys and values."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = load_folder(convert(source, "model.onnx", Path(folder) / "model", progress=False))
     if source == DEMO:
         checks = json.loads((DEMO / "checks.json").read_bytes())[::4]
         task = text.generation(model, do_sample=False)
@@ -48,21 +48,21 @@ def measured(source: Path) -> str | None:
     plain = Decoder(model.decoder, 1)
     if not plain.signature.cache_pairs:
         return None
-    wanted = [logits(plain, tokens) for tokens in texts]
+    expected = [logits(plain, tokens) for tokens in texts]
     cells = [source.name, str(plain.signature.cache_pairs[0].head_dim), str(sum(map(len, texts)))]
     for bits in (8, 4):
-        packed = Decoder(model.decoder, 1, kv_bits=bits)
-        found = [logits(packed, tokens) for tokens in texts]
-        same = np.concatenate([a.argmax(-1) == b.argmax(-1) for a, b in zip(found, wanted, strict=True)])
-        off = max((np.abs(a - b).max(-1) / np.ptp(b, -1)).max() for a, b in zip(found, wanted, strict=True))
-        size = packed.pool_specs[0].width * 4 / (plain.pool_specs[0].width * plain.pool_specs[0].dtype.size)
-        cells += [f"{size:.2f}", f"{same.mean():.1%}", f"{off:.1%}"]
+        quantized = Decoder(model.decoder, 1, kv_bits=bits)
+        pairs = [(logits(quantized, tokens), other) for tokens, other in zip(texts, expected, strict=True)]
+        same_token = np.concatenate([a.argmax(-1) == b.argmax(-1) for a, b in pairs])
+        largest_change = max((np.abs(a - b).max(-1) / np.ptp(b, -1)).max() for a, b in pairs)
+        size = quantized.pool_specs[0].width * 4 / (plain.pool_specs[0].width * plain.pool_specs[0].dtype.size)
+        cells += [f"{size:.2f}", f"{same_token.mean():.1%}", f"{largest_change:.1%}"]
     return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
     sources = [DEMO, *sorted(path.parent for path in FIXTURES.glob("*/golden.json"))]
-    lines = [line for line in map(measured, sources) if line is not None]
+    lines = [line for line in map(table_line, sources) if line is not None]
     head = "| model | head | steps | " + " | ".join(f"{b} bit: size | same token | logit" for b in (8, 4)) + " |"
     table = "\n".join([head, "|---" * 9 + "|", *lines])
     page = PAGE.read_text(encoding="utf-8")

@@ -50,7 +50,9 @@ def attend_over_pools(
     mask = mask if mask.dtype == mx.bool_ else mask.astype(q.dtype)
     sinks = None if sinks is None else sinks.astype(q.dtype)
     if softcap or stay_quantized or not _has_attention_kernel():
-        out = _unfused_attention(q.reshape(rows * kv, -1, dim), k, v, mask, sinks, scale, softcap, (rows, heads, seq))
+        sizes = (rows, heads, seq)
+        q = q.reshape(rows * kv, -1, dim)
+        out = _unfused_attention(q, k, v, mask, sinks, scale=scale, softcap=softcap, sizes=sizes)
     else:
         k, v = (seen.reshape(rows, kv, -1, seen.shape[2]) for seen in (k, v))
         q = q.reshape(rows, heads, seq, dim)
@@ -96,7 +98,7 @@ def _multiplies_quantized(seq: int) -> bool:
     return _has_attention_kernel() and seq <= MAX_TOKENS_WITHOUT_DEQUANTIZING
 
 
-def _unfused_attention(q, k, v, mask, sinks, scale: float, softcap: float, sizes: tuple[int, int, int]):
+def _unfused_attention(q, k, v, mask, sinks, *, scale: float, softcap: float, sizes: tuple[int, int, int]):
     """Attention as separate operations, with one product for all the query heads that share a key head.
 
     q: [rows · kv, queries, dim], as is the output; k, v: [rows · kv, context, dim], or both quantized. sizes: (rows,
