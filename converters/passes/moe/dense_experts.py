@@ -117,16 +117,13 @@ def _replace_selection(graph: GraphView, selection: _TokenSelection) -> Iterator
     all_tokens = tokens.add_arange(selection.mask, selection.token_axis, "index")
     yield Replacement(token, tuple(tokens.nodes), {token.outputs[0]: all_tokens}, constants=tokens.constants)
 
-    choices, axis = (
-        NodeBuilder(f"{selection.nonzero.outputs[0]}.choices", node_name=choice.name),
-        1 - selection.token_axis,
-    )
+    choices = NodeBuilder(f"{selection.nonzero.outputs[0]}.choices", node_name=choice.name)
+    choice_axis = 1 - selection.token_axis
     numbers = choices.add_cast(selection.mask, "int32", "numbers")
-    place = choices.add_node("ArgMax-11", (numbers,), "place", axis=axis, keepdims=0)
-    largest = choices.add_node("ReduceMax-11", (numbers,), "largest", axes=[axis], keepdims=0)
-    is_chosen = choices.add_node(
-        "Unsqueeze-13", (choices.add_cast(largest, "bool", "any"), choices.add_constant("last_axis", [1])), "is_chosen"
-    )
+    place = choices.add_node("ArgMax-11", (numbers,), "place", axis=choice_axis, keepdims=0)
+    largest = choices.add_node("ReduceMax-11", (numbers,), "largest", axes=[choice_axis], keepdims=0)
+    any_choice, last_axis = choices.add_cast(largest, "bool", "any"), choices.add_constant("last_axis", [1])
+    is_chosen = choices.add_node("Unsqueeze-13", (any_choice, last_axis), "is_chosen")
     yield Replacement(choice, tuple(choices.nodes), {choice.outputs[0]: place}, constants=choices.constants)
 
     for node in _find_gathers(graph, token.outputs[0]):

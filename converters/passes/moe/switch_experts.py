@@ -70,15 +70,19 @@ def make_switch_experts(graph: GraphView) -> Iterator[MatchOutcome]:
 
 
 def _find_routed_mixture(graph: GraphView, probe: ShapeProbe, mixture: Mixture) -> _RoutedMixture | SkippedMatch:
-    routing = find_routing(graph, probe, mixture)
-    if isinstance(routing, str):
-        for candidate in mixture.without_shared_expert():
-            candidate_routing = find_routing(graph, probe, candidate)
-            if isinstance(candidate_routing, Routing):
-                mixture, routing = candidate, candidate_routing
-                break
-    if isinstance(routing, str):
-        return SkippedMatch(mixture.experts[0].projections[-1].node, routing)
+    reasons = []
+    for candidate in (mixture, *mixture.without_shared_expert()):
+        routing = find_routing(graph, probe, candidate)
+        if isinstance(routing, Routing):
+            return _find_shapes(graph, probe, candidate, routing)
+        reasons.append(routing)
+    return SkippedMatch(mixture.experts[0].projections[-1].node, reasons[0])
+
+
+def _find_shapes(
+    graph: GraphView, probe: ShapeProbe, mixture: Mixture, routing: Routing
+) -> _RoutedMixture | SkippedMatch:
+    """The mixture with the rows that it reads and the shape of its sum, from before the reshapes around it."""
     sources = _reshape_sources(graph, probe, mixture.x)
     source_shapes = {name: probe.shapes(name) for name in sources}
     reader = graph.only_consumer(routing.output)
