@@ -7,7 +7,8 @@ added here. Ties go to the lower index.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -51,21 +52,20 @@ class BeamHypotheses:
         """Takes the candidates of a step, the best first, and returns the parent of each next beam: candidate i adds
         tokens[i] to the beam beams[i] and has scores[i]."""
         self.generated_length += 1
-        logprobs = candidates.logprobs or [None] * len(candidates.tokens)
-        extended = [
-            self._extend(self.running_beams[beam], token, logprob)
-            for beam, token, logprob in zip(candidates.beams, candidates.tokens, logprobs, strict=True)
-        ]
-        ended = np.array([hypothesis.ended_by_stop for hypothesis in extended])
-        ended |= self.generated_length == self.max_new_tokens
-        scores = candidates.scores
+        stopped = np.array(
+            [
+                self.stop_rules.ends_row(self.running_beams[beam].tokens, token)
+                for beam, token in zip(candidates.beams, candidates.tokens, strict=True)
+            ]
+        )
+        ended = stopped | (self.generated_length == self.max_new_tokens)
         # The next beams: the best candidates that do not end.
-        alive = scores + ended.astype(np.float32) * EXCLUDED_SCORE
+        alive = candidates.scores + ended.astype(np.float32) * EXCLUDED_SCORE
         indices = _best_indices(alive, self.settings.num_beams)
-        self.finished_hypotheses = self._merge_finished(scores, extended, ended)
-        self.running_beams = [replace(extended[i], score=alive[i]) for i in indices]
-        best_score = self.running_beams[0].score
-        self.stop_rule.update(best_score, self.generated_length, self.finished_hypotheses, bool(ended.all()))
+        running = [self._extend(candidates, i, score=alive[i], ended_by_stop=bool(stopped[i])) for i in indices]
+        self.finished_hypotheses = self._merge_finished(candidates, stopped, ended)
+        self.running_beams = running
+        self.stop_rule.update(running[0].score, self.generated_length, self.finished_hypotheses, bool(ended.all()))
         return [candidates.beams[i] for i in indices]
 
     def best_hypotheses(self) -> list[BeamHypothesis]:
@@ -74,30 +74,33 @@ class BeamHypotheses:
         finished = [hypothesis for hypothesis in self.finished_hypotheses if hypothesis.is_complete or self.is_done]
         return [*finished, *self.running_beams][: self.settings.num_return_sequences]
 
-    def _extend(self, beam: BeamHypothesis, token: int, logprob: float | None) -> BeamHypothesis:
-        """Returns the beam with one more token, without a score yet."""
-        tokens = (*beam.tokens, token)
-        logprobs = beam.logprobs if logprob is None else (*beam.logprobs, logprob)
-        return BeamHypothesis(tokens, logprobs, ended_by_stop=self.stop_rules.ends_row(tokens))
+    def _extend(self, candidates: BeamCandidates, index: int, **outcome: Any) -> BeamHypothesis:
+        """Returns the beam of a candidate with its token; outcome: the score and the flags of the new hypothesis."""
+        beam = self.running_beams[candidates.beams[index]]
+        logprobs = () if candidates.logprobs is None else (candidates.logprobs[index],)
+        return BeamHypothesis((*beam.tokens, candidates.tokens[index]), (*beam.logprobs, *logprobs), **outcome)
 
     def _merge_finished(
-        self, scores: np.ndarray, extended: Sequence[BeamHypothesis], ended: np.ndarray
+        self, candidates: BeamCandidates, stopped: np.ndarray, ended: np.ndarray
     ) -> list[BeamHypothesis]:
         """Returns the best of the finished hypotheses and of the candidates that end among the first num_beams."""
         before, width = self.finished_hypotheses, self.settings.num_beams
         stops_early = self.settings.early_stopping is True and all(hypothesis.is_complete for hypothesis in before)
-        completes = ended & (np.arange(len(scores)) < width)
-        final = length_penalized(scores, self.generated_length, self.settings.length_penalty)
+        completes = ended & (np.arange(len(ended)) < width)
+        final = length_penalized(candidates.scores, self.generated_length, self.settings.length_penalty)
         for excluded in (stops_early, not self.stop_rule.can_improve, ~completes):
             final = final + np.asarray(excluded, np.float32) * EXCLUDED_SCORE
         merged = np.concatenate([[hypothesis.score for hypothesis in before], final]).astype(np.float32)
-        new = [
-            replace(hypothesis, score=score, is_complete=bool(complete))
-            for hypothesis, score, complete in zip(extended, merged[width:], completes, strict=True)
-        ]
-        hypotheses = [*before, *new]
-        incomplete = [not hypothesis.is_complete for hypothesis in hypotheses]
-        return [hypotheses[i] for i in _best_indices(merged, width, incomplete)]
+        incomplete = [not hypothesis.is_complete for hypothesis in before] + (~completes).tolist()
+        hypotheses = []
+        for i in _best_indices(merged, width, incomplete):
+            if i < width:
+                hypotheses.append(before[i])
+                continue
+            candidate = i - width
+            flags = {"is_complete": bool(completes[candidate]), "ended_by_stop": bool(stopped[candidate])}
+            hypotheses.append(self._extend(candidates, candidate, score=merged[i], **flags))
+        return hypotheses
 
 
 def _best_indices(scores: np.ndarray, count: int, placed_last: Sequence[bool] = ()) -> list[int]:

@@ -27,9 +27,9 @@ class StopRules:
         """Returns whether the caller's condition ends a row with these new tokens."""
         return self.condition is not None and self.condition(new_tokens)
 
-    def ends_row(self, new_tokens: Sequence[int]) -> bool:
-        """Returns whether the last of these new tokens ends the row."""
-        return self.is_eos(new_tokens[-1]) or self.condition_holds(new_tokens)
+    def ends_row(self, new_tokens: Sequence[int], token: int) -> bool:
+        """Returns whether one more token after these new ones ends the row."""
+        return self.is_eos(token) or (self.condition is not None and self.condition((*new_tokens, token)))
 
     def before_eos(self, tokens: Sequence[int]) -> Sequence[int]:
         """Returns the tokens before the first eos."""

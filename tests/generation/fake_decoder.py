@@ -29,9 +29,9 @@ def logits_after(prefix: Sequence[int], vocab: int, salt: int = 0) -> np.ndarray
 class FakeDecoder:
     """The interface of a decoder that generation uses, over `logits_after`.
 
-    With `by_length`, rows of different lengths share no run, as in a grown cache. `salts` gives each row its own
-    language, for checks of inputs that belong to rows. With `memory`, only the last tokens of a prefix count, so that texts
-    repeat themselves. Every run is kept in `runs` with the calls that it got.
+    by_length: rows of different lengths share no session, as in mode grow. salt: selects another language model. memory:
+    how many last tokens of a prefix count, so that rows repeat themselves; 0 for all. `sessions` has every session, with
+    the calls that it got.
     """
 
     prompt_mode = "parts"

@@ -47,7 +47,7 @@ def test_results_are_those_of_plain_decoding(
     gen = compile_fake(len(prompts), fake=fake, assistant=assistant, **drafting, **options)
     _, found = run_batch(gen, prompts, seeds)
     assert_same_results(found, plain)
-    assert all(run.closed for run in gen.assistant.decoder.sessions)
+    assert all(session.closed for session in gen.assistant.decoder.sessions)
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"do_sample": True, "num_return_sequences": 2}])
@@ -79,10 +79,10 @@ def test_rejected_drafts_are_truncated_and_not_read_again():
         1, assistant={"salt": 1}, num_assistant_tokens=3, assistant_confidence_threshold=0, max_new_tokens=12
     )
     _, (result,) = run_batch(gen, [[3, 4, 5, 6, 7]])
-    (run,) = gen.assistant.decoder.sessions
+    (session,) = gen.assistant.decoder.sessions
     assert result.draft_counts.accepted < 3
     accepted = result.draft_counts.accepted
-    read = sum(count for _, (count,) in run.steps)
+    read = sum(count for _, (count,) in session.steps)
     # Each pass reads one token of the row, and its draft tokens but the last.
     assert read <= 5 + result.draft_counts.passes + accepted + 2 * result.draft_counts.passes
 
@@ -110,16 +110,16 @@ def test_cancelling_while_the_assistant_reads_the_prompt():
     gen = compile_fake(1, assistant={}, max_new_tokens=9)
     begin = gen.assistant.decoder.begin_session
 
-    def begun(*args, **more):
-        run = begin(*args, **more)
-        step = run.step
-        run.step = lambda *args: (cancel.set(), step(*args))[1]
-        return run
+    def begin_cancelling(*args, **more):
+        session = begin(*args, **more)
+        step = session.step
+        session.step = lambda *args: (cancel.set(), step(*args))[1]
+        return session
 
-    gen.assistant.decoder.begin_session = begun
+    gen.assistant.decoder.begin_session = begin_cancelling
     _, (result,) = run_batch(gen, [[3, 4, 5]], cancel_event=cancel)
     assert result.finish_reason == "cancelled"
-    assert all(run.closed for run in (*gen.decoder.sessions, *gen.assistant.decoder.sessions))
+    assert all(session.closed for session in (*gen.decoder.sessions, *gen.assistant.decoder.sessions))
 
 
 def test_closing_the_steps_closes_both_sessions():
@@ -127,7 +127,7 @@ def test_closing_the_steps_closes_both_sessions():
     steps = generation.generate_steps(gen, [[3]], [0])
     next(steps), next(steps)
     steps.close()
-    assert all(run.closed for run in (*gen.decoder.sessions, *gen.assistant.decoder.sessions))
+    assert all(session.closed for session in (*gen.decoder.sessions, *gen.assistant.decoder.sessions))
 
 
 def test_custom_processors_see_only_sequences_of_prompt_and_drafts():

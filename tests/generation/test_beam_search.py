@@ -73,12 +73,12 @@ def test_a_ragged_batch_gives_each_prompt_what_it_gets_alone(early, by_length):
 def test_a_prompt_runs_once_and_its_beams_fork_without_copies():
     gen = compile_fake(2, num_beams=3, max_new_tokens=6)
     run_batch(gen, [[3] * 13, [4, 5]])
-    (run,) = gen.decoder.sessions
-    assert run.paged
-    assert run.copied_slots == 0
-    assert run.closed
-    assert run.steps[:3] == [(8, [8, 0, 0, 2, 0, 0]), (4, [4, 0, 0, 0, 0, 0]), (1, [1, 0, 0, 0, 0, 0])]
-    assert run.steps[3:] == [(1, [1] * 6)] * 5
+    (session,) = gen.decoder.sessions
+    assert session.paged
+    assert session.copied_slots == 0
+    assert session.closed
+    assert session.steps[:3] == [(8, [8, 0, 0, 2, 0, 0]), (4, [4, 0, 0, 0, 0, 0]), (1, [1, 0, 0, 0, 0, 0])]
+    assert session.steps[3:] == [(1, [1] * 6)] * 5
 
 
 def test_a_stopped_prompt_pads_until_all_stop():

@@ -18,12 +18,12 @@ def compile_model(model, ahead: bool = False, **options) -> generation.CompiledG
     decoder = Decoder(model.decoder, 2 * ctx.settings.rows_per_prompt, max_positions=1024)
     begin = decoder.begin_session
 
-    def begun(*args, **more):
-        run = begin(*args, **more)
-        run.runs_ahead = ahead
-        return run
+    def begin_running_ahead(*args, **more):
+        session = begin(*args, **more)
+        session.runs_ahead = ahead
+        return session
 
-    decoder.begin_session = begun  # type: ignore[method-assign]
+    decoder.begin_session = begin_running_ahead  # type: ignore[method-assign]
     return generation.compile(ctx, 2, decoder=decoder)
 
 

@@ -98,10 +98,10 @@ def test_on_token_reports_log_probabilities_only_when_asked_for():
 def test_the_steps_of_a_batch_are_the_chunks_of_its_longest_prompt_and_one_per_token():
     gen = compile_fake(3, max_new_tokens=4)
     run_batch(gen, [[3] * 13, [4] * 9, []])
-    (run,) = gen.decoder.sessions
-    assert run.max_lengths == [17, 13, 0]
-    assert run.steps == [(8, [8, 8, 0]), (4, [4, 1, 0]), (1, [1, 0, 0]), *[(1, [1, 1, 0])] * 3]
-    assert run.closed
+    (session,) = gen.decoder.sessions
+    assert session.max_lengths == [17, 13, 0]
+    assert session.steps == [(8, [8, 8, 0]), (4, [4, 1, 0]), (1, [1, 0, 0]), *[(1, [1, 1, 0])] * 3]
+    assert session.closed
 
 
 def test_a_finished_row_is_padding_while_the_others_continue():
@@ -240,11 +240,11 @@ def test_logits_do_not_outlive_their_step():
     most = 0
     begin = gen.decoder.begin_session
 
-    def watched(*args, **more):
-        run = begin(*args, **more)
-        step = run.step
+    def begin_watched_session(*args, **more):
+        session = begin(*args, **more)
+        step = session.step
 
-        def counted(*args):
+        def count_and_step(*args):
             nonlocal most
             gc.collect()
             most = max(most, sum(ref() is not None for ref in alive))
@@ -252,10 +252,10 @@ def test_logits_do_not_outlive_their_step():
             alive.append(weakref.ref(logits))
             return logits
 
-        run.step = counted
-        return run
+        session.step = count_and_step
+        return session
 
-    gen.decoder.begin_session = watched
+    gen.decoder.begin_session = begin_watched_session
     run_batch(gen, [[3] * 29, [4]])
     assert len(alive) == 4 + 5
     assert most <= 1

@@ -36,7 +36,9 @@ def computed_counts(monkeypatch):
     counts: list[list[int]] = []
     step = CacheSession.step
     monkeypatch.setattr(
-        CacheSession, "step", lambda run, tokens, new, *more: counts.append(list(new)) or step(run, tokens, new, *more)
+        CacheSession,
+        "step",
+        lambda session, tokens, new, *more: counts.append(list(new)) or step(session, tokens, new, *more),
     )
     return counts
 
@@ -390,16 +392,18 @@ def test_drafts_in_blocks_of_several_tokens_need_no_further_slot(block, lengths,
 
 @pytest.mark.parametrize("cached", [None, 1, 4])
 def test_a_very_large_draft_limit_takes_no_more_slots_than_a_row_can_use(cached, loaded, monkeypatch):
-    runs = []
+    sessions = []
     begin = Decoder.begin_session
-    monkeypatch.setattr(Decoder, "begin_session", lambda *args, **more: runs.append(begin(*args, **more)) or runs[-1])
+    monkeypatch.setattr(
+        Decoder, "begin_session", lambda *args, **more: sessions.append(begin(*args, **more)) or sessions[-1]
+    )
     model, prompt = loaded("llama"), [5, 6, 7, 8] * 5
     cache = None if cached is None else PromptCache(model, block=cached)
     speculative = compile_model(model, prompt_lookup_num_tokens=10**6, max_new_tokens=10)
     found = generation.generate(speculative, [prompt], [0], prompt_cache=cache)
     assert_same_results(found, generation.generate(compile_model(model, max_new_tokens=10), [prompt], [0]))
-    assert runs[0].block_manager.num_slots <= 64
-    assert int(runs[0].max_lengths.max()) <= 64
+    assert sessions[0].block_manager.num_slots <= 64
+    assert int(sessions[0].max_lengths.max()) <= 64
 
 
 @pytest.mark.parametrize(("name", "found"), [("lfm2", "states"), ("gpt2_reread", "without a cache")])

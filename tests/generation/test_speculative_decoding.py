@@ -134,23 +134,23 @@ def test_prompt_lookup_gives_the_results_of_plain_decoding(prompts, options, sam
 def test_a_repetitive_row_takes_few_passes_of_few_shapes_and_one_evaluation_each():
     options = {"max_new_tokens": 60, "fake": {"memory": 1}, "prompt_lookup_num_tokens": 7, "token_logprobs": True}
     gen = compile_fake(2, **options)
-    chosen = []
+    selected = []
     path = gen.draft_selection.select_along_tree
 
-    def counted(*args):
+    def record_selection(*args):
         packed, state = path(*args)
-        chosen.append((packed.dtype, packed.shape[0], packed.shape[2]))
+        selected.append((packed.dtype, packed.shape[0], packed.shape[2]))
         return packed, state
 
-    gen.draft_selection.select_along_tree = counted
+    gen.draft_selection.select_along_tree = record_selection
     _, found = run_batch(gen, [[3, 4, 5], [6]])
-    (run,) = gen.decoder.sessions
-    passes = len(run.draft_sizes)
-    assert len(run.evaluate_waits) == 2 + 1 + passes  # the prompts' two chunks, the first tokens, the passes
-    assert all(run.evaluate_waits)
-    assert chosen == [(mx.int32, 2, 2)] * passes  # one array of tokens and log-probabilities per pass
-    assert len(run.steps) == 2
-    assert set(run.draft_sizes) <= {1, 2, 4, 8}
+    (session,) = gen.decoder.sessions
+    passes = len(session.draft_sizes)
+    assert len(session.evaluate_waits) == 2 + 1 + passes  # the prompts' two chunks, the first tokens, the passes
+    assert all(session.evaluate_waits)
+    assert selected == [(mx.int32, 2, 2)] * passes  # one array of tokens and log-probabilities per pass
+    assert len(session.steps) == 2
+    assert set(session.draft_sizes) <= {1, 2, 4, 8}
     assert passes <= 20
     for result in found:
         assert result.draft_counts.passes + result.draft_counts.accepted + 1 == len(result.tokens) == 60
@@ -163,16 +163,16 @@ def test_the_selection_along_a_tree_is_compiled_once_per_shape(monkeypatch):
     traced = []
     walk = DraftSelection._select_along_tree
 
-    def counted(self, logits, *rest):
+    def record_trace(self, logits, *rest):
         traced.append((logits.shape[1], rest[-1]))
         return walk(self, logits, *rest)
 
-    monkeypatch.setattr(DraftSelection, "_select_along_tree", counted)
+    monkeypatch.setattr(DraftSelection, "_select_along_tree", record_trace)
     gen = compile_fake(2, fake=SHORT_CONTEXT, max_new_tokens=80, prompt_lookup_num_tokens=7, repetition_penalty=1.01)
     for _ in range(2):
         run_batch(gen, [[3, 4, 5], [6]])
-    (_, run) = gen.decoder.sessions
-    assert len(run.draft_sizes) > len(traced)
+    (_, session) = gen.decoder.sessions
+    assert len(session.draft_sizes) > len(traced)
     assert len(set(traced)) == len(traced) <= 10
 
 

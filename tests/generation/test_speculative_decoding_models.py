@@ -51,9 +51,9 @@ class PoisonedDecoders:
         return cls.decoders[name, role]
 
 
-def _poison(run: Any) -> Any:
-    run.pools.put([mx.full(pool.shape, 1e4, pool.dtype) for pool in run.pools.take()])
-    return run
+def _poison(session: Any) -> Any:
+    session.pools.put([mx.full(pool.shape, 1e4, pool.dtype) for pool in session.pools.take()])
+    return session
 
 
 def generate(name: str, loaded: Any, assistant: str | None = None, **options: Any) -> list[generation.GenerationResult]:
