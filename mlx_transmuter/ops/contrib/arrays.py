@@ -1,4 +1,4 @@
-"""Shapes and places of com.microsoft: most are ONNX's own operators by an older name."""
+"""Shape and index operators of com.microsoft, most of which are older versions of ONNX's own."""
 
 import mlx.core as mx
 import numpy as np

@@ -31,9 +31,9 @@ def mat_mul_n_bits(
 ):
     """a [..., K] times the transpose of a weight [N, K] in blocks of bits bits; plus bias [N].
 
-    b: uint8 [N, blocks, block_size · bits / 8]; scales: [N, blocks]; zero_points: packed as b's values or floats, one a
-    block, 2^(bits - 1) where absent; g_idx: int32 [K], each column's block where they are not in order. accuracy_level
-    lets an implementation round a; this one never does. com.microsoft MatMulNBits-1.
+    b: uint8 [N, blocks, block_size · bits / 8]; scales: [N, blocks]; zero_points: packed as b's values or floats, one
+    per block, 2^(bits - 1) where absent; g_idx: int32 [K], each column's block where they are not in order.
+    accuracy_level lets an implementation round a; this one never does. com.microsoft MatMulNBits-1.
     """
     if bits not in (2, 4, 8) or weight_prepacked:
         raise OperatorError(
@@ -125,10 +125,10 @@ def gather_block_quantized(
 ):
     """Gather on gather_axis of data in blocks of block_size along quantize_axis, dequantised: in scales' type.
 
-    data: int4 or uint4 (one value an element here) or packed uint8, the lowest bits first, along the last axis; scales:
-    data's shape with one a block on quantize_axis; zero_points: packed as data, 0 for int4 and uint4, 2^(bits - 1) for
-    uint8 where absent; indices: any shape, negative ones from the end, those out of range give zeros. com.microsoft
-    GatherBlockQuantized-1.
+    data: int4 or uint4 (one value per element here) or packed uint8, the lowest bits first, along the last axis;
+    scales: data's shape with one per block on quantize_axis; zero_points: packed as data, 0 for int4 and uint4,
+    2^(bits - 1) for uint8 where absent; indices: any shape, negative ones count from the end, those out of range give
+    zeros. com.microsoft GatherBlockQuantized-1.
     """
     axis, blocked = gather_axis % data.ndim, quantize_axis % data.ndim
     per_byte = 8 // bits if _shares_bytes(data, scales, blocked, bits, block_size) else 1

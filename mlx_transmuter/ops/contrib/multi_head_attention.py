@@ -124,7 +124,7 @@ def decoder_masked_multi_head_attention(
     scale: float = 0.0,
     outputs: int = 1,
 ):
-    """MultiHeadAttention of one new token a row, by its names; query may hold key and value, [batch, 1, 3 · hidden].
+    """MultiHeadAttention of one new token per row; query may have key and value after it, [batch, 1, 3 · hidden].
 
     com.microsoft DecoderMaskedMultiHeadAttention-1.
     """

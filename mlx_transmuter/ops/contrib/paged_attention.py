@@ -52,7 +52,7 @@ def paged_attention(
 
     query, key, value: [tokens, heads · dim], or packed in query; caches: [pages, page, kv heads, dim];
     cumulative_sequence_length: int32 [batch + 1], where each sequence's tokens begin and the last's end; past_seqlens:
-    int32 [batch]; block_table: int32 [batch, most], each sequence's pages in order, -1 for none; slot_mapping: int32
+    int32 [batch]; block_table: int32 [batch, pages], each sequence's pages in order, -1 for none; slot_mapping: int32
     [tokens], where each token is written, -1 for nowhere, after its past where absent; head_sink: [heads]. Kwon et al.
     2023; com.microsoft PagedAttention-1.
     """
@@ -98,9 +98,9 @@ def paged_attention(
 
     # The context is the pages of all sequences one after another, of which each token sees those of its own sequence:
     # one product, without a copy of the pages per token.
-    batch, most = block_table.shape
+    batch, max_pages = block_table.shape
     pages = mx.maximum(block_table.reshape(-1), 0)
-    columns = shared_arange(most * page)
+    columns = shared_arange(max_pages * page)
     newest = (
         position
         if is_causal
@@ -114,7 +114,7 @@ def paged_attention(
     visible = (visible[:, None] & owned[..., None] & mapped[None]).reshape(tokens, -1)
 
     def context(cache: mx.array) -> mx.array:
-        """Returns the pages of all sequences: [1, kv heads, batch · most · page, dim]."""
+        """Returns the pages of all sequences: [1, kv heads, batch · max pages · page, dim]."""
         return mx.take(cache, pages, axis=0).reshape(-1, kv_num_heads, dim).swapaxes(0, 1)[None]
 
     y = attend(

@@ -95,7 +95,7 @@ def q_linear_average_pool(
     pads: list[int] | None = None,
     strides: list[int] | None = None,
 ):
-    """AveragePool of x [batch, channels, *space], channels last where so said. com.microsoft QLinearAveragePool-1."""
+    """AveragePool of x [batch, channels, *space], or [batch, *space, channels]. com.microsoft QLinearAveragePool-1."""
     values = dequantize_affine(x, x_scale, x_zero_point)
     values = mx.moveaxis(values, -1, 1) if channels_last else values
     mean = average_pool(

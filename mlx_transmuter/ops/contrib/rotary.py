@@ -60,7 +60,7 @@ def m_rotary_embedding(
     rotary_embedding_dim: int = 0,
     scale: float = 1.0,
 ):
-    """RotaryEmbedding by three positions a token: temporal, height and width, position_ids [3, batch, seq].
+    """RotaryEmbedding by three positions per token: temporal, height and width, position_ids [3, batch, seq].
 
     Each angle follows one of the three positions: in sections of mrope_section angles one after another (layout 0,
     Qwen2-VL), or alternating (layout 1, Qwen3-VL): of the first 3 · mrope_section[1] angles every third from 1 on

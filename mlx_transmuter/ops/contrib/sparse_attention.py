@@ -37,7 +37,7 @@ def sparse_attention(
 
     query, key, value: [batch, seq, heads · dim], or packed in query; past_key, past_value: [batch, kv heads, capacity,
     dim]; key_total_sequence_lengths: int32 [batch], the tokens that a row holds after the step. Layout l is the CSR
-    matrix of block_row_indices [layouts, blocks + 1] and block_col_indices [layouts, most]: which blocks of keys a
+    matrix of block_row_indices [layouts, blocks + 1] and block_col_indices [layouts, size]: which blocks of keys a
     block of queries sees; head h has layout h mod layouts. Abdin et al. 2024; com.microsoft SparseAttention-1.
     """
     q, k, v = split_qkv_heads(query, key, value, num_heads, kv_num_heads)

@@ -113,7 +113,7 @@ def padding_mask_bias(
     """Returns what one of onnxruntime's masks adds to the scores: [batch, 1, seq or 1, context].
 
     That is 0 for a visible column and hidden_value for another. mask, int32, by its shape: [batch], the end of each
-    row; [2 · batch], the ends, then the starts; [batch, context]; [batch, seq, context]; or [batch, 1, most, most], of
+    row; [2 · batch], the ends, then the starts; [batch, context]; [batch, seq, context]; or [batch, 1, size, size], of
     which the step's rows and columns are read. Raises OperatorError for another shape.
     """
     columns = shared_arange(context)
@@ -131,7 +131,7 @@ def padding_mask_bias(
     else:
         raise OperatorError(
             f"a mask of shape {list(mask.shape)}",
-            f"[{batch}], [{2 * batch}], [{batch}, {context}], [{batch}, {seq}, {context}] or [{batch}, 1, most, most]",
+            f"[{batch}], [{2 * batch}], [{batch}, {context}], [{batch}, {seq}, {context}] or [{batch}, 1, size, size]",
         )
     return mx.where(visible, mx.array(0, dtype), mx.array(hidden_value, dtype))
 

@@ -10,7 +10,7 @@ from mlx_transmuter.ops.functional.indexing import axis_shape
 from mlx_transmuter.ops.registry import OperatorError
 from mlx_transmuter.ops.types import ELEMENT_TYPE_NAMES, device_dtype
 
-# The integer types that tensors are quantised to, and their ranges. MLX holds those below 8 bits in bytes.
+# The integer types to which tensors are quantised, and their ranges. MLX has those below 8 bits in bytes.
 INTEGER_RANGES = {
     "int8": (-128, 127),
     "uint8": (0, 255),
@@ -21,8 +21,10 @@ INTEGER_RANGES = {
     "int2": (-2, 1),
     "uint2": (0, 3),
 }
-# float32 holds every integer up to this: sums of products below it are exact, whatever the order.
+# float32 represents every integer up to this, so sums of products up to it are exact, in any order.
 MAX_EXACT_FLOAT32_INTEGER = 2**24
+# The most terms of one exact sum, the left operand being split into 16 · high + low.
+MAX_EXACT_TERMS = MAX_EXACT_FLOAT32_INTEGER // (16 * 255)
 
 
 def broadcast_scale(scale: mx.array, x: mx.array, axis: int, block_size: int) -> mx.array:
@@ -94,7 +96,7 @@ def exact_integer_product(
     if term_count * 16 * 255 > MAX_EXACT_FLOAT32_INTEGER:
         raise OperatorError(
             f"a sum of {term_count} products of integers",
-            f"at most {MAX_EXACT_FLOAT32_INTEGER // (16 * 255)} terms at once",
+            f"at most {MAX_EXACT_TERMS} terms at once",
         )
     high = a.astype(mx.int32) >> 4
     low = a.astype(mx.int32) - (high << 4)
@@ -104,15 +106,14 @@ def exact_integer_product(
 
 def integer_matmul(a: mx.array, b: mx.array) -> mx.array:
     """Returns a [..., m, k] · b [..., k, n] of integers within ±255: int32, exact for every k."""
-    most = MAX_EXACT_FLOAT32_INTEGER // (16 * 255)
     parts = [
         exact_integer_product(
             mx.matmul,
-            a[..., i : i + most],
-            b[..., i : i + most, :] if b.ndim > 1 else b[i : i + most],
-            min(most, a.shape[-1] - i),
+            a[..., i : i + MAX_EXACT_TERMS],
+            b[..., i : i + MAX_EXACT_TERMS, :] if b.ndim > 1 else b[i : i + MAX_EXACT_TERMS],
+            min(MAX_EXACT_TERMS, a.shape[-1] - i),
         )
-        for i in range(0, max(a.shape[-1], 1), most)
+        for i in range(0, max(a.shape[-1], 1), MAX_EXACT_TERMS)
     ]
     total = parts[0]
     for part in parts[1:]:
@@ -137,10 +138,9 @@ def integer_conv(conv: Callable[..., mx.array], x: mx.array, w: mx.array, group:
     conv(x, w, group=) is the convolution of floats.
     """
     terms = math.prod(w.shape[1:])
-    most = MAX_EXACT_FLOAT32_INTEGER // (16 * 255)
-    if terms <= most or group > 1:
+    if terms <= MAX_EXACT_TERMS or group > 1:
         return exact_integer_product(lambda a, b: conv(a, b, group=group), x, w, terms)
-    channels = max(most // math.prod(w.shape[2:]), 1)
+    channels = max(MAX_EXACT_TERMS // math.prod(w.shape[2:]), 1)
     parts = [
         integer_conv(conv, x[:, i : i + channels], w[:, i : i + channels], group)
         for i in range(0, w.shape[1], channels)

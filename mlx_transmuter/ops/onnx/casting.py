@@ -14,13 +14,13 @@ def saturating_cast(x: mx.array, dtype: mx.Dtype) -> mx.array:
         return x.astype(mx.int32).astype(dtype)
     limits = mx.iinfo(dtype)
     x = x.astype(mx.float32)
-    whole = mx.where(x < float(limits.max), x, 0).astype(dtype)
-    return mx.where(x >= float(limits.max), limits.max, mx.where(x <= float(limits.min), limits.min, whole)).astype(
+    truncated = mx.where(x < float(limits.max), x, 0).astype(dtype)
+    return mx.where(x >= float(limits.max), limits.max, mx.where(x <= float(limits.min), limits.min, truncated)).astype(
         dtype
     )
 
 
-# Types narrower than a byte lie in bytes, one a byte: code -> (bits, signed).
+# Types narrower than a byte, which have one value per byte: code -> (bits, signed).
 _SUB_BYTE_TYPES = {
     ELEMENT_TYPE_CODES["int4"]: (4, True),
     ELEMENT_TYPE_CODES["uint4"]: (4, False),

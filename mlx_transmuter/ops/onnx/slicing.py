@@ -38,9 +38,9 @@ def split_18(x, split: HostArray = None, *, axis=0, num_outputs=None, outputs):
     """
     if split is not None:
         return _split_by_sizes(x, split.tolist(), axis)
-    count, whole = num_outputs or outputs, x.shape[axis]
-    part = -(-whole // count)
-    return _split_by_sizes(x, [max(min(part, whole - i * part), 0) for i in range(count)], axis)
+    count, length = num_outputs or outputs, x.shape[axis]
+    part = -(-length // count)
+    return _split_by_sizes(x, [max(min(part, length - i * part), 0) for i in range(count)], axis)
 
 
 @op("Slice-10")
