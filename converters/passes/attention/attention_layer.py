@@ -47,7 +47,7 @@ class AttentionLayer:
         layer = replace(self, nodes_before=tuple(builder.nodes), constants=builder.constants)
         if not merges_heads:
             return layer
-        shape, heads, transposed = (f"{self.output}.{suffix}" for suffix in ("shape", "heads", "turned"))
+        shape, heads, transposed = (f"{self.output}.{suffix}" for suffix in ("shape", "heads", "transposed"))
         return replace(
             layer,
             output=heads,
@@ -71,4 +71,4 @@ def unpack_qkv(builder: NodeBuilder, inputs: Mapping[str, str], sizes: Sequence[
     """
     if "key" in inputs:
         return [inputs["query"], inputs["key"], inputs.get("value", "")]
-    return builder.add_split(inputs["query"], sizes, ("q.flat", "k.flat", "v.flat"))
+    return builder.add_split(inputs["query"], sizes, ("q.merged", "k.merged", "v.merged"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from mlx_transmuter.converters.graph.graph_view import is_op_type
 from mlx_transmuter.converters.graph.node_builder import NodeBuilder
@@ -35,6 +36,17 @@ _BUFFER_INPUTS = {"past_sequence_length", "beam_width", "cache_indirection", "no
 _COMMON_NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attention_bias", "mask_index": "key_padding_mask"}
 
 
+class _AttentionOperator(NamedTuple):
+    """A node that is attention, its inputs and their ranks by common names, and where the cache has keys and values."""
+
+    context: AttentionContext
+    node: Node
+    inputs: dict[str, str]
+    ranks: dict[str, int]
+    keys: CachePairView
+    values: CachePairView
+
+
 def match_attention_operator(context: AttentionContext, node: Node) -> AttentionLayer | None:
     """Returns the layer that the node is; None for attention without a part in the cache.
 
@@ -54,8 +66,10 @@ def match_attention_operator(context: AttentionContext, node: Node) -> Attention
         inputs |= {name: context.appended_tokens(view) for name, view in zip(("key", "value"), views, strict=True)}
     for view in views:
         check_axes(view)
-    build = _layer_of_onnx_attention if is_op_type(node, "Attention") else _layer_of_multi_head_attention
-    return build(context, node, inputs, ranks, views)
+    operator = _AttentionOperator(context, node, inputs, ranks, *views)
+    if is_op_type(node, "Attention"):
+        return _layer_of_onnx_attention(operator)
+    return _layer_of_multi_head_attention(operator)
 
 
 def _cached_keys_and_values(
@@ -80,19 +94,16 @@ def _cached_keys_and_values(
     return keys, values
 
 
-def _layer_of_multi_head_attention(
-    context: AttentionContext,
-    node: Node,
-    inputs: dict[str, str],
-    ranks: dict[str, int],
-    views: tuple[CachePairView, CachePairView],
-) -> AttentionLayer:
+def _layer_of_multi_head_attention(operator: _AttentionOperator) -> AttentionLayer:
     """MultiHeadAttention and DecoderMaskedMultiHeadAttention of com.microsoft."""
-    builder, attrs, (keys, values) = NodeBuilder(node.outputs[0]), node.attrs, views
+    node, inputs, keys, values = operator.node, operator.inputs, operator.keys, operator.values
+    builder, attrs = NodeBuilder(node.outputs[0]), node.attrs
     heads = int(attrs["num_heads"])
     sizes = [heads * keys.head_dim, heads * keys.head_dim, heads * values.head_dim]
     q, k, v = unpack_qkv(builder, inputs, sizes)
-    splits_keys = ranks.get("key") != 4  # keys and values may come with their heads apart, and then have no bias
+    splits_keys = (
+        operator.ranks.get("key") != 4
+    )  # keys and values may come with their heads apart, and then have no bias
     if "bias" in inputs:
         biases = builder.add_split(inputs["bias"], sizes, ("q.bias", "k.bias", "v.bias"), axis=0)
         q = builder.add_node("Add-7", (q, biases[0]), "q.biased")
@@ -111,20 +122,15 @@ def _layer_of_multi_head_attention(
     return layer.surrounded(builder, merges_heads=True)
 
 
-def _layer_of_onnx_attention(
-    context: AttentionContext,
-    node: Node,
-    inputs: dict[str, str],
-    ranks: dict[str, int],
-    views: tuple[CachePairView, CachePairView],
-) -> AttentionLayer:
+def _layer_of_onnx_attention(operator: _AttentionOperator) -> AttentionLayer:
     """ONNX's own Attention."""
-    builder, attrs, (keys, values) = NodeBuilder(node.outputs[0]), node.attrs, views
+    node, inputs, keys, values = operator.node, operator.inputs, operator.keys, operator.values
+    builder, attrs = NodeBuilder(node.outputs[0]), node.attrs
     left, right = (int(attrs.get(f"{side}_window_size", -1)) for side in ("left", "right"))
     if right > 0:
         raise UnsupportedAttention("its window reaches past a token's own position")
     q, k, v = inputs["query"], inputs["key"], inputs["value"]
-    merged = ranks.get("query") == 3
+    merged = operator.ranks.get("query") == 3
     if merged:
         q = builder.add_split_heads(q, int(attrs["q_num_heads"]), "q")
         if "past_key" in inputs:
@@ -134,7 +140,7 @@ def _layer_of_onnx_attention(
     masks += [WindowMask(window=left + 1)] if left >= 0 else []
     if "attention_bias" in inputs:
         mask = inputs["attention_bias"]
-        is_boolean = context.probe.dtype(mask) in ("bool", None)
+        is_boolean = operator.context.probe.dtype(mask) in ("bool", None)
         masks.append(BooleanMask(mask, visible=True, hidden_bias=-math.inf) if is_boolean else AddedMask(mask))
     scale = default_scale(keys.head_dim) if attrs.get("scale") is None else float(attrs["scale"])
     layer = AttentionLayer(

@@ -184,8 +184,8 @@ def _with_pool_axes(builder: NodeBuilder, value: str, view: CachePairView) -> st
     """Returns this step's keys or values as [rows, heads, seq, size]."""
     if view.axis_order == [0, 1, 2, 3]:
         return value
-    builder.nodes.append(Node("Transpose-1", (value,), (f"{value}.turned",), {"perm": view.axis_order}))
-    return f"{value}.turned"
+    builder.nodes.append(Node("Transpose-1", (value,), (f"{value}.transposed",), {"perm": view.axis_order}))
+    return f"{value}.transposed"
 
 
 def _check_other_readers(graph: GraphView, signature: DecoderSignature, replacements: list[Replacement]) -> None:

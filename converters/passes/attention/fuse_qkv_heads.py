@@ -37,20 +37,20 @@ def _fuse_heads(graph: GraphView, split: Node, parts: Sequence[Node]) -> Iterato
     attention = _find_shared_pool_attention(graph, [*rotated, *names[2:]], heads)
     sizes, outputs = heads, [*rotated, *names[2:]]
     if attention is not None:
-        sizes, outputs = [heads[0], sum(heads[1:])], [rotated[0], f"{merged}.both"]
+        sizes, outputs = [heads[0], sum(heads[1:])], [rotated[0], f"{merged}.keys_and_values"]
         yield Replacement(attention, (_with_inputs(attention, q=rotated[0], k=outputs[1], v=""),))
     if rotations is None:
         pieces, constants = build_split(merged, sizes, outputs, axis=1)
         yield Replacement(split, (split_heads, pieces), constants=constants)
     else:
         first, last = rotations
-        rotary_input, rotary_output = merged, f"{merged}.turned"
+        rotary_input, rotary_output = merged, f"{merged}.rotated"
         attrs = last.attrs
         if attention is not None:
             attrs = {**attrs, "heads": sum(heads[:2])}  # the values of the pool go through the rotation unrotated
             yield Replacement(split, (split_heads,))
         else:
-            rotary_input, sizes, outputs = f"{merged}.alike", heads[:2], rotated
+            rotary_input, sizes, outputs = f"{merged}.queries_and_keys", heads[:2], rotated
             pieces, constants = build_split(merged, [sum(heads[:2]), *heads[2:]], [rotary_input, *names[2:]], axis=1)
             yield Replacement(split, (split_heads, pieces), constants=constants)
         rotary = Node("mlx.rotary", (rotary_input, *last.inputs[1:]), (rotary_output,), attrs, last.name)

@@ -40,7 +40,7 @@ def build_index_mask(graph: GraphView, signature: DecoderSignature, masks: Seque
         raise UnsupportedAttention("the mask is neither causal nor a sliding window")
     window = 0 if window >= context + 1 else window
     _check_other_steps(graph, signature, masks, window)
-    name = f"seen.{window}" if window else "seen"
+    name = f"visible.{window}" if window else "visible"
     nodes = [Node("mlx.visible", (CACHE_INDEX_INPUT,), (name,), {"window": window} if window else {})]
     if np.where(visible, bias, 0.0).any():
         slopes = _alibi_slopes(bias, visible)

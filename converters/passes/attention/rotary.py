@@ -23,9 +23,9 @@ def _rotation_pattern(rotated_part: Op) -> Op:
     return Op("Add", Op("Mul", _X, Var("cos")), Op("Mul", rotated_part, Var("sin")))
 
 
-ROTATE_HALVES_PATTERN = _rotation_pattern(Op("Concat", _NEGATED_SECOND_PART, _FIRST_PART, name="turned"))
+ROTATE_HALVES_PATTERN = _rotation_pattern(Op("Concat", _NEGATED_SECOND_PART, _FIRST_PART, name="rotated"))
 ROTATE_PAIRS_PATTERN = _rotation_pattern(
-    Op("Reshape", Op("Concat", Op("Unsqueeze", _NEGATED_SECOND_PART), Op("Unsqueeze", _FIRST_PART), name="turned"))
+    Op("Reshape", Op("Concat", Op("Unsqueeze", _NEGATED_SECOND_PART), Op("Unsqueeze", _FIRST_PART), name="rotated"))
 )
 
 
@@ -57,8 +57,8 @@ def fuse_rotary_embedding(graph: GraphView) -> Iterator[MatchOutcome]:
 
 def _is_rotation(graph: GraphView, probe: ShapeProbe, bindings: Bindings, halves: bool) -> bool:
     """Returns whether the slices are x₁ and x₂, in one tensor of x's size, and cos and sin broadcast with it."""
-    shapes = [probe.shapes(bindings[name]) for name in ("x", "cos", "sin", "turned")]
-    x, cos, sin, turned = (step_shapes[0] if step_shapes else () for step_shapes in shapes)
+    shapes = [probe.shapes(bindings[name]) for name in ("x", "cos", "sin", "rotated")]
+    x, cos, sin, rotated = (step_shapes[0] if step_shapes else () for step_shapes in shapes)
     dim = x[-1] if x else 0
     if len(x) != 4 or dim % 2 or any(len(table) != 4 or table[3] != dim for table in (cos, sin)):
         return False
@@ -66,7 +66,7 @@ def _is_rotation(graph: GraphView, probe: ShapeProbe, bindings: Bindings, halves
         return False
     expected = ((0, dim // 2, 1), (dim // 2, dim, 1)) if halves else ((0, dim, 2), (1, dim, 2))
     slices = tuple(_last_axis_slice(graph, probe, bindings[name], dim) for name in ("first", "second"))
-    return slices == expected and turned == (x if halves else (*x[:3], dim // 2, 2))
+    return slices == expected and rotated == (x if halves else (*x[:3], dim // 2, 2))
 
 
 def _last_axis_slice(graph: GraphView, probe: ShapeProbe, value: str, size: int) -> tuple[int, int, int] | None:
