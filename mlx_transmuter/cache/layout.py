@@ -72,8 +72,10 @@ def run_table(lengths: np.ndarray, width: int, run_stride: int, *, ring: bool = 
 
 def slots_of_blocks(blocks: Any, block_size: int) -> np.ndarray:
     """The slots of blocks int32 [n], int32 [n · block_size]: block b has the slots from b · block_size on."""
-    first = np.asarray(blocks, np.int32)[:, None] * block_size
-    return (first + np.arange(block_size, dtype=np.int32)).reshape(-1)
+    blocks = np.asarray(blocks, np.int32)
+    if block_size == 1:
+        return blocks.copy()
+    return (blocks[:, None] * block_size + np.arange(block_size, dtype=np.int32)).reshape(-1)
 
 
 # Columns
