@@ -18,7 +18,7 @@ from mlx_transmuter.converters.proof import proof
 from mlx_transmuter.folder_format import CHAT_TEMPLATE_FOLDER, COMPANION_FILES, read_json_object
 from mlx_transmuter.program import Program
 from mlx_transmuter.program.signature import DecoderSignature
-from mlx_transmuter.runtime.module import MAX_VALUE_BYTES
+from mlx_transmuter.runtime.program_walk import MAX_VALUE_BYTES
 from mlx_transmuter.tokenizer import Tokenizer
 
 # What the configurations call the most tokens of a sequence.

@@ -14,7 +14,7 @@ from mlx_transmuter.converters.errors import ConvertError
 from mlx_transmuter.converters.proof.staged_weights import StagedWeights
 from mlx_transmuter.folder_format import PROGRAM_FILE
 from mlx_transmuter.model import load_module
-from mlx_transmuter.program import PROGRAM_FORMAT, Program
+from mlx_transmuter.program import PROGRAM_FORMAT, Program, save_program
 
 _STALE_SECONDS = 24 * 3600
 
@@ -32,7 +32,7 @@ class StagedFolder:
         Raises ProgramError for a folder that does not load.
         """
         self.weights.save(program)
-        program.save(self.path / PROGRAM_FILE)
+        save_program(program, self.path / PROGRAM_FILE)
         load_module(self.path)
 
 

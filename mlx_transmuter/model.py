@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_transmuter.folder_format import PROGRAM_FILE, read_json_object
-from mlx_transmuter.program import Program, ProgramError, weights
+from mlx_transmuter.program import ProgramError, load_program, weights
 from mlx_transmuter.program.run_plan import RunPlan
 from mlx_transmuter.program.signature import CacheMode, DecoderSignature
 from mlx_transmuter.runtime.module import ProgramModule
@@ -75,7 +75,7 @@ def load_module(folder: Path) -> ProgramModule:
     """The Module of a folder's program.json and safetensors, its weights read when they are used."""
     if not (folder / PROGRAM_FILE).is_file():
         raise ProgramError(str(folder), f"no {PROGRAM_FILE}", "a converted folder", "convert the model first")
-    program = Program.load(folder / PROGRAM_FILE)
+    program = load_program(folder / PROGRAM_FILE)
     return ProgramModule(program, weights.load(folder, program))
 
 

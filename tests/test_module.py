@@ -12,8 +12,8 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlx_transmuter.ops import OperatorError
 from mlx_transmuter.program import Node, Program, ProgramError, Value, WeightInfo
-from mlx_transmuter.runtime import module as module_file
-from mlx_transmuter.runtime.module import ProgramModule, evaluate_node, trace_values
+from mlx_transmuter.runtime.module import ProgramModule, trace_values
+from mlx_transmuter.runtime.program_walk import MAX_HOST_ELEMENTS, evaluate_node
 
 X = Value("x", "float32", ("rows", 6))
 
@@ -93,7 +93,7 @@ def test_an_error_names_node_and_value_where_a_shape_depends_on_the_device():
 
 def test_a_large_value_of_constants_stays_off_the_host():
     nodes = [Node("ConstantOfShape-9", ("size",), ("big",)), Node("Add-7", ("x", "big"), ("y",))]
-    many = module_file.MAX_HOST_ELEMENTS + 1
+    many = MAX_HOST_ELEMENTS + 1
     module = ProgramModule(program(nodes, constants={"size": ints(many)}), {})
     assert "big" not in host_values(module, x=mx.zeros((many,)))
     assert module(x=mx.ones((many,)))["y"].sum().item() == many

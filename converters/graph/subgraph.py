@@ -12,7 +12,8 @@ import numpy as np
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
 from mlx_transmuter.ops import OperatorError
 from mlx_transmuter.program import Node, Program, Value
-from mlx_transmuter.runtime.module import ProgramModule, evaluate_node
+from mlx_transmuter.runtime.module import ProgramModule
+from mlx_transmuter.runtime.program_walk import evaluate_node
 
 
 def evaluate_outputs(program: Program, inputs: Mapping[str, Any], names: Sequence[str]) -> dict[str, mx.array]:

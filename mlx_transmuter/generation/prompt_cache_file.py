@@ -25,6 +25,7 @@ from mlx_transmuter.cache import CacheError, KVCache, check_quantization
 from mlx_transmuter.cache.layout import slots_of_blocks
 from mlx_transmuter.generation.errors import GenerationError
 from mlx_transmuter.generation.setting_checks import is_integer
+from mlx_transmuter.program import program_to_json
 from mlx_transmuter.program.signature import DecoderSignature
 from mlx_transmuter.runtime.module import ProgramModule
 
@@ -182,7 +183,7 @@ def load_prompt_cache(header: PromptCacheHeader, kv_cache: KVCache, module: Prog
 def model_fingerprint(module: ProgramModule) -> str:
     """Returns 64 hex digits that identify a model: of its program, and of each parameter's name, shape, dtype and sum
     of bits."""
-    digest = hashlib.sha256(json.dumps(module.program.to_json(), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(program_to_json(module.program), sort_keys=True).encode())
     parameters: Any = tree_flatten(module.parameters())
     for name, array in sorted(parameters):
         bits = array.reshape(-1).view(mx.uint8)

@@ -11,7 +11,7 @@ import pytest
 
 from mlx_transmuter import ops
 from mlx_transmuter.converters.onnx_reader.reader import read_onnx
-from mlx_transmuter.runtime.module import evaluate_node
+from mlx_transmuter.runtime.program_walk import evaluate_node
 
 ort = pytest.importorskip("onnxruntime")
 

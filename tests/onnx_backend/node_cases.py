@@ -23,7 +23,7 @@ from onnx.backend.test.loader import load_model_tests
 from mlx_transmuter import ops
 from mlx_transmuter.converters.onnx_reader.reader import read_onnx
 from mlx_transmuter.model import PROGRAM_FILE, load_module
-from mlx_transmuter.program import Node, Program, weights
+from mlx_transmuter.program import Node, Program, save_program, weights
 
 # The shape of a value is known whatever its elements are, so the inputs of these need not be on the host.
 _SHAPES = ("Shape-", "Size-", "SequenceLength-", "OptionalHasElement-")
@@ -60,7 +60,7 @@ def run(case: TestCase, folder: Path) -> None:
     weights.save(
         folder, [(name, 0, lambda data=data: ops.to_device(data.read())) for name, data in program.tensors.items()]
     )
-    program.save(folder / PROGRAM_FILE)
+    save_program(program, folder / PROGRAM_FILE)
     module = load_module(folder)
     shape_values = _shape_determining_values(module.program)
     for inputs, expected in case.data_sets:

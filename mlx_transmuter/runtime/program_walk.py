@@ -1,0 +1,194 @@
+"""The walk over a program: every node is computed in turn, on the host or on the device.
+
+A value on the host is a numpy array known while the graph is walked (a shape, an axis, a constant, and what is computed
+from them); a value on the device is an `mx.array`, known when the step runs. A node whose inputs are all on the host
+runs at once and leaves nothing in a compiled step.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_transmuter import ops
+from mlx_transmuter.program import Node, Program
+
+# A node with more elements than this on the host side runs on the device, where it costs a step little.
+MAX_HOST_ELEMENTS = 2**16
+# The most bytes that a value may have: with what it is made of it must fit in this machine's memory. MLX counts sizes
+# modulo 2^64 and ends the process where it gets no memory, so a size is checked before anything of it is computed.
+MAX_VALUE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+class ProgramWalk:
+    """One walk over a program.
+
+    values: the values so far, by name. known_names: the device values that depend on no input, which the host can
+    therefore have too. last_reads: see find_last_reads. eager: whether the host may wait for any value of the device.
+    device_copies: the device copies of values on the host.
+    """
+
+    def __init__(
+        self, values: dict[str, Any], known_names: set[str], last_reads: dict[int, list[str]], eager: bool = False
+    ):
+        self.values, self.known_names, self.last_reads, self.eager = values, known_names, last_reads, eager
+        self.device_copies: dict[str, mx.array] = {}
+
+    def run(self, program: Program) -> None:
+        """Computes every node of the program."""
+        self.values.update(program.constants)
+        for node in program.nodes:
+            for name, result in zip(node.outputs, self.run_node(node), strict=False):
+                if name:
+                    self.values[name] = result
+            for name in self.last_reads.get(id(node), ()):
+                self.values.pop(name, None)
+                self.device_copies.pop(name, None)
+
+    def run_node(self, node: Node) -> tuple[Any, ...]:
+        """Returns the node's outputs. Raises OperatorError, with the node in it, where it cannot run."""
+        operator = ops.OPERATORS[node.op]
+        try:
+            operator.check_input_count(node)
+            if unknown := node.attrs.keys() - operator.attribute_defaults.keys():
+                found = f"the attribute {', '.join(sorted(unknown))}"
+                raise ops.OperatorError(found, "an attribute that the operator has")
+            reads = list(node.all_inputs())
+            known = all(name in self.known_names or isinstance(self.values[name], np.ndarray) for name in reads)
+            attributes = self._attributes(operator, node, known)
+            results = self._run_on_host(operator, node, reads, attributes)
+            if results is None:
+                results = _run(operator, node, self._arguments(operator, node), attributes)
+                if known:
+                    self.known_names.update(name for name in node.outputs if name)
+            return results
+        except ops.OperatorError as error:
+            if error.node:
+                raise
+            raise ops.OperatorError(error.found, error.expected, error.do, str(node)) from None
+        except Exception as error:  # numpy, MLX and Python raise what they like of a node that asks the impossible
+            raise ops.OperatorError(f"{type(error).__name__}: {error}", node=str(node)) from error
+
+    def _attributes(self, operator: ops.Operator, node: Node, known: bool) -> dict[str, Any]:
+        """Returns the keyword arguments of a node: its attributes, with branches as functions."""
+        attributes = {
+            name: self.subprogram_function(value, known) if isinstance(value, Program) else value
+            for name, value in node.attrs.items()
+        }
+        return attributes | ({"outputs": len(node.outputs)} if operator.takes_output_count else {})
+
+    def _run_on_host(
+        self, operator: ops.Operator, node: Node, reads: list[str], attributes: dict[str, Any]
+    ) -> tuple[Any, ...] | None:
+        """Returns the results of a node whose inputs are all on the host as numpy arrays; None for what is too large
+        for the host.
+        """
+        inputs = [self.values[name] for name in reads]
+        if not all(isinstance(value, np.ndarray) for value in inputs):
+            return None
+        if sum(value.size for value in inputs) > MAX_HOST_ELEMENTS:
+            return None
+        with mx.stream(mx.cpu):
+            results = _run(operator, node, self._arguments(operator, node), attributes)
+            if sum(result.size for result in results if isinstance(result, mx.array)) > MAX_HOST_ELEMENTS:
+                return None
+            return tuple(ops.to_host(r) if isinstance(r, mx.array) and _fits_numpy(r) else r for r in results)
+
+    def _arguments(self, operator: ops.Operator, node: Node) -> Iterator[Any]:
+        """Yields the node's inputs, each on the host or on the device as the operator declares it."""
+        declared = len(operator.input_names)
+        for number, name in enumerate(node.inputs):
+            if not name:
+                yield None
+            elif number in operator.host_if_known_inputs and isinstance(self.values[name], np.ndarray):
+                yield self.values[name]
+            elif number in operator.host_inputs or (operator.host_variadic_inputs and number >= declared):
+                yield self.host_value(name, operator.input_name(number))
+            else:
+                yield self.device_value(name)
+
+    def host_value(self, name: str, parameter: str) -> np.ndarray:
+        """Returns the value as numpy. Raises OperatorError for one that is known only when the step runs."""
+        value = self.values[name]
+        if isinstance(value, mx.array):
+            if name not in self.known_names and not self.eager:
+                raise ops.OperatorError(
+                    f"{parameter} ({name!r}) depending on values that are known only when the step runs",
+                    f"a {parameter} that follows from shapes and constants",
+                    "export the model so that its shapes follow from the shapes of its inputs",
+                )
+            value = self.values[name] = ops.to_host(value)
+        return value
+
+    def device_value(self, name: str) -> Any:
+        """Returns the value as an `mx.array`; layers and sequences as they are."""
+        value = self.values[name]
+        if not isinstance(value, np.ndarray):
+            return value
+        if name not in self.device_copies:
+            self.device_copies[name] = ops.to_device(value)
+        return self.device_copies[name]
+
+    def subprogram_function(self, program: Program, known: bool):
+        """Returns a branch as a function of its inputs that returns a list of its outputs, over the values around it.
+
+        known: whether everything that its node reads is known, and with it the inputs that the node passes to it.
+        """
+
+        def call(*inputs: Any) -> list[Any]:
+            names = [value.name for value in program.inputs]
+            walk = ProgramWalk(
+                self.values | dict(zip(names, inputs, strict=True)),
+                self.known_names | set(names if known else ()),
+                {},
+                self.eager,
+            )
+            walk.device_copies = {name: copy for name, copy in self.device_copies.items() if name not in names}
+            walk.run(program)
+            return [walk.values[value.name] for value in program.outputs]
+
+        return call
+
+
+def _run(
+    operator: ops.Operator, node: Node, arguments: Iterable[Any], attributes: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Returns the operator's results, checked."""
+    results = operator.function(*arguments, **attributes)
+    return _check_results(results if isinstance(results, tuple) else (results,), node)
+
+
+def _check_results(results: tuple[Any, ...], node: Node) -> tuple[Any, ...]:
+    """Returns the results of a node. Raises OperatorError where one is missing or too large to compute."""
+    if any(node.outputs[len(results) :]):
+        raise ops.OperatorError(f"{len(results)} results", f"one for each output of {', '.join(node.outputs)}")
+    for result in results:
+        if isinstance(result, mx.array) and math.prod(result.shape) * result.itemsize > MAX_VALUE_BYTES:
+            raise ops.OperatorError(f"a result of shape {list(result.shape)}", f"at most {MAX_VALUE_BYTES} bytes")
+    return results
+
+
+def _fits_numpy(array: mx.array) -> bool:
+    # numpy has no bfloat16: such a value stays an mx.array, so that no type is lost on the way through the host.
+    return array.dtype != mx.bfloat16
+
+
+def evaluate_node(node: Node, values: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns the node's outputs for values known now, by name: numpy arrays where they are small, else `mx.array`s."""
+    return ProgramWalk(dict(values), set(values), {}).run_node(node)
+
+
+def find_last_reads(program: Program) -> dict[int, list[str]]:
+    """Returns id(node) -> the values that no later node reads, so that a walk drops them there."""
+    read_later = {value.name for value in program.outputs}
+    last_reads: dict[int, list[str]] = {}
+    for node in reversed(program.nodes):
+        names = dict.fromkeys((*node.all_inputs(), *node.outputs))
+        last_reads[id(node)] = [name for name in names if name and name not in read_later]
+        read_later.update(last_reads[id(node)])
+    return last_reads
