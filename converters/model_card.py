@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_transmuter.program import Program
+from mlx_transmuter.program.metadata import Cast, FloatActivations, Metadata, Quantization, RewriteSummary
+from mlx_transmuter.program.run_plan import RunPlan
+from mlx_transmuter.program.signature import DecoderSignature
 
 
 def render_model_card(program: Program, config: dict[str, Any], folder: Path) -> str:
@@ -13,21 +16,24 @@ def render_model_card(program: Program, config: dict[str, Any], folder: Path) ->
 
     config: the model's config.json. folder: the converted folder, whose files tell whether the model has a tokenizer.
     """
-    metadata = program.metadata
-    lines = [*_front_lines(metadata, config), *_proof_lines(metadata)]
-    if record := metadata.get("float_activations"):
-        lines += _float_activation_lines(record)
-    if record := metadata.get("cast"):
-        lines += _cast_lines(record)
-    if record := metadata.get("quantization"):
-        lines += _quantization_lines(record)
+    metadata = Metadata(program.metadata)
+    plan = RunPlan.from_program(program, DecoderSignature.from_program(program))
+    lines = [*_front_lines(metadata, config), *_proof_lines(metadata, plan)]
+    if metadata.float_activations:
+        lines += _float_activation_lines(metadata.float_activations)
+    if metadata.cast:
+        lines += _cast_lines(metadata.cast)
+    if metadata.quantization:
+        lines += _quantization_lines(metadata.quantization)
     if not (folder / "tokenizer.json").is_file():
         lines += ["", "The source has no tokenizer.json: the model takes and gives token ids."]
     return "\n".join(lines) + "\n"
 
 
-def _front_lines(metadata: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    base_model = metadata["source"].get("base_model")
+def _front_lines(metadata: Metadata, config: dict[str, Any]) -> list[str]:
+    source = metadata.source
+    assert source is not None, "a conversion records its source"
+    base_model = source.base_model
     return [
         "---",
         "library_name: mlx_transmuter",
@@ -40,7 +46,7 @@ def _front_lines(metadata: dict[str, Any], config: dict[str, Any]) -> list[str]:
         "",
         f"# {base_model or config.get('model_type') or 'A decoder'} for MLX",
         "",
-        f"Converted from `{metadata['source']['file']}` by mlx-transmuter. Run it with",
+        f"Converted from `{source.file}` by mlx-transmuter. Run it with",
         "",
         "```",
         "mlx-transmuter generate --model <this folder> --prompt …",
@@ -49,52 +55,54 @@ def _front_lines(metadata: dict[str, Any], config: dict[str, Any]) -> list[str]:
     ]
 
 
-def _proof_lines(metadata: dict[str, Any]) -> list[str]:
-    proof, nodes = metadata["proof"], metadata["nodes"]
-    lengths = ", ".join(str(length) for length in proof["prompts"] if length)
+def _proof_lines(metadata: Metadata, plan: RunPlan) -> list[str]:
+    proof, nodes = metadata.proof, metadata.nodes
+    assert proof is not None, "a conversion records its proof"
+    assert nodes is not None, "a conversion counts its nodes"
+    lengths = ", ".join(str(length) for length in proof.prompts if length)
     return [
         "What the conversion proved, on random tokens, against the unrewritten graph:",
         "",
-        f"- prompts of {lengths} tokens in one batch, {proof['steps']} steps:"
-        f" logits within {proof['error']:.1e} of their spread (limit {proof['limit']:.0e});",
-        f"- the cache works in the mode `{metadata['cache_mode']}`;",
+        f"- prompts of {lengths} tokens in one batch, {proof.steps} steps:"
+        f" logits within {proof.error:.1e} of their spread (limit {proof.limit:.0e});",
+        f"- the cache works in the mode `{plan.cache_mode}`;",
         # A rewrite that replaced and skipped nothing found nothing to do.
-        *(_rewrite_line(rewrite) for rewrite in metadata["rewrites"] if rewrite["held"] or rewrite["declined"]),
-        f"- {nodes['read']} nodes were read, {nodes['kept']} are left.",
+        *(_rewrite_line(rewrite) for rewrite in metadata.rewrites if rewrite.replaced or rewrite.skipped),
+        f"- {nodes.read} nodes were read, {nodes.kept} are left.",
     ]
 
 
-def _rewrite_line(record: dict[str, Any]) -> str:
-    count, skipped = record["held"], sum(record["declined"].values())
-    line = f"- the rewrite `{record['name'].replace('_', ' ')}` replaced {count} {'node' if count == 1 else 'nodes'}"
+def _rewrite_line(rewrite: RewriteSummary) -> str:
+    count, skipped = rewrite.replaced, sum(rewrite.skipped.values())
+    line = f"- the rewrite `{rewrite.name.replace('_', ' ')}` replaced {count} {'node' if count == 1 else 'nodes'}"
     return f"{line} and left {skipped};" if skipped else f"{line};"
 
 
-def _float_activation_lines(record: dict[str, Any]) -> list[str]:
+def _float_activation_lines(record: FloatActivations) -> list[str]:
     return [
         "",
-        f"The file rounds activations to 8 bits; here they stay in float ({record['held']} nodes). On a prompt",
-        f"of random tokens that moves the logits by up to {record['error']:.1e} of their spread.",
+        f"The file rounds activations to 8 bits; here they stay in float ({record.replaced} nodes). On a prompt",
+        f"of random tokens that moves the logits by up to {record.error:.1e} of their spread.",
     ]
 
 
-def _cast_lines(record: dict[str, Any]) -> list[str]:
+def _cast_lines(record: Cast) -> list[str]:
     return [
         "",
-        f"Then converted to {record['dtype']}: on the same prompts, logits within {record['error']:.1e} of the",
-        f"graph's spread (limit {record['limit']:.0e}).",
+        f"Then converted to {record.dtype}: on the same prompts, logits within {record.error:.1e} of the",
+        f"graph's spread (limit {record.limit:.0e}).",
     ]
 
 
-def _quantization_lines(record: dict[str, Any]) -> list[str]:
-    layers = ", ".join(f"{count} in {bits} bits" for bits, count in record["layers"].items())
+def _quantization_lines(record: Quantization) -> list[str]:
+    layers = ", ".join(f"{count} in {bits} bits" for bits, count in record.layers.items())
     return [
         "",
-        f"Then quantized (`{record['name']}`, groups of {record['group_size']}): {sum(record['layers'].values())} "
+        f"Then quantized (`{record.name}`, groups of {record.group_size}): {sum(record.layers.values())} "
         f"layers, {layers}. Each weight is within half a step of its float, at the ends of its group's range "
         "within a step.",
-        f"On the same prompts that moves the logits by up to {record['error']:.1e} of their spread, and the next "
-        f"token's distribution by {record['divergence']:.1e} nats (Kullback-Leibler).",
+        f"On the same prompts that moves the logits by up to {record.error:.1e} of their spread, and the next "
+        f"token's distribution by {record.divergence:.1e} nats (Kullback-Leibler).",
         "",
-        *(f"- `{layer}` stays as it is: {reason};" for layer, reason in record["kept"].items()),
+        *(f"- `{layer}` stays as it is: {reason};" for layer, reason in record.kept.items()),
     ]

@@ -28,8 +28,8 @@ from mlx_transmuter.converters.staging import StagedFolder, stage_folder
 from mlx_transmuter.folder_format import FolderError
 from mlx_transmuter.precision_options import PrecisionOptions
 from mlx_transmuter.program import Program, ProgramError
+from mlx_transmuter.program.attention_nodes import find_attention_windows
 from mlx_transmuter.program.signature import CACHE_INDEX_INPUT, USE_CACHE_BRANCH_INPUT, SignatureError
-from mlx_transmuter.runtime.buckets import find_attention_windows
 
 
 def convert(

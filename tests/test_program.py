@@ -24,6 +24,7 @@ from mlx_transmuter.program import (
     program_to_json,
     save_program,
 )
+from mlx_transmuter.program.metadata import Metadata, NodeCounts, RewriteSummary, SourceFile
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8)
 CONSTANTS = [
@@ -396,3 +397,45 @@ def test_a_value_that_json_cannot_hold_is_not_written(tmp_path):
     with pytest.raises(ValueError, match="JSON"):
         save_program(program, tmp_path / "program.json")
     assert not (tmp_path / "program.json").exists()
+
+
+# Metadata.
+
+
+RECORD = {
+    "max_positions": 256,
+    "branch": "cached",
+    "attention_windows": [0, 8],
+    "source": {"file": "model.onnx"},
+    "nodes": {"read": 9, "kept": 3},
+    "proof": {"error": 1e-7, "limit": 1e-4, "tried": {"append": 1e-7}, "prompts": [5, 0], "steps": 2},
+    "rewrites": [{"name": "fuse_norms", "held": 2, "declined": {"a reason": 1}}],
+    "float_activations": {"held": 3, "declined": {}, "error": 0.1, "divergence": 0},
+    "cast": {"dtype": "float16", "error": 1e-3, "limit": 3e-2},
+}
+
+
+def test_metadata_are_read_with_a_type():
+    metadata = Metadata(RECORD)
+    assert (metadata.max_positions, metadata.branch, metadata.attention_windows) == (256, "cached", (0, 8))
+    assert metadata.source == SourceFile("model.onnx", "")
+    assert metadata.nodes == NodeCounts(9, 3)
+    assert metadata.proof is not None
+    assert metadata.proof.tried == {"append": 1e-7}
+    assert metadata.rewrites == [RewriteSummary("fuse_norms", 2, {"a reason": 1})]
+    assert metadata.float_activations is not None
+    assert metadata.float_activations.replaced == 3
+    assert metadata.cast is not None
+    assert metadata.cast.dtype == "float16"
+    assert metadata.quantization is None
+
+
+@pytest.mark.parametrize("value", [None, "x", -1, [None], {"held": "many"}, {"file": 3}, True])
+def test_malformed_metadata_are_none_and_are_saved_unchanged(value):
+    malformed = dict.fromkeys((*RECORD, "quantization", "unknown"), value)
+    metadata = Metadata(malformed)
+    assert (metadata.source, metadata.nodes, metadata.proof, metadata.rewrites) == (None, None, None, [])
+    assert (metadata.float_activations, metadata.cast, metadata.quantization) == (None, None, None)
+    assert metadata.attention_windows is None
+    program = replace(whole(), metadata=malformed)
+    assert program_from_json(program_to_json(program)).metadata == malformed

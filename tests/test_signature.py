@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from mlx_transmuter.ops import OPERATORS
 from mlx_transmuter.program import Node, Program, Value
+from mlx_transmuter.program.attention_nodes import INPUT_NAMES, VISIBILITY_MASK
 from mlx_transmuter.program.signature import DecoderSignature, SignatureError, infer_cache_mode, outputs
 
 IDS = Value("input_ids", "int64", ("batch_size", "sequence_length"))
@@ -138,3 +140,9 @@ def test_the_mode_that_a_graph_declares():
 def test_outputs_are_the_logits_and_the_present():
     names = ["logits", "present.0.key", "attentions.0", "hidden_states.1", "present_1", "last_hidden_state"]
     assert outputs(names) == ["logits", "present.0.key", "present_1"]
+
+
+def test_the_inputs_of_attention_nodes_are_named_as_the_operators_declare_them():
+    for op, names in INPUT_NAMES.items():
+        assert OPERATORS[op].input_names == names
+    assert VISIBILITY_MASK in OPERATORS

@@ -17,14 +17,9 @@ from mlx_transmuter import generation, ops
 from mlx_transmuter.generation import PromptCache
 from mlx_transmuter.ops.mlx import pooled_attention
 from mlx_transmuter.program import Node
+from mlx_transmuter.program.attention_nodes import attention_windows, find_attention_windows
 from mlx_transmuter.runtime import buckets
-from mlx_transmuter.runtime.buckets import (
-    Ring,
-    attention_windows,
-    choose_window_context,
-    context_bucket,
-    find_attention_windows,
-)
+from mlx_transmuter.runtime.buckets import Ring, choose_window_context, context_bucket
 from mlx_transmuter.runtime.decoder import Decoder
 from mlx_transmuter.runtime.errors import DecoderError
 from mlx_transmuter.runtime.prefill_schedule import prefill_chunks

@@ -12,17 +12,19 @@ from typing import Any
 from mlx_transmuter.cli.model_loading import load_model
 from mlx_transmuter.model import Model
 from mlx_transmuter.program import Value
+from mlx_transmuter.program.metadata import Metadata
 from mlx_transmuter.program.run_plan import RunPlan
 from mlx_transmuter.program.signature import DecoderSignature
 
 
 def run(args: argparse.Namespace) -> int:
     args.model = args.model or args.source
-    found = describe_model(load_model(args))
+    model = load_model(args)
+    description = describe_model(model)
     if args.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(description, indent=2))
     else:
-        print("\n".join(_report_lines(found)))
+        print("\n".join(_report_lines(description) + _conversion_lines(Metadata(model.decoder.program.metadata))))
     return 0
 
 
@@ -83,20 +85,25 @@ def _report_lines(description: dict[str, Any]) -> list[str]:
         *(f"  {count:6} {op}" for op, count in description["operators"].items()),
         "rewrites",
     ]
-    for rewrite in description["rewrites"]:
-        lines.append(f"  {rewrite['held']:6} {rewrite['name'].replace('_', ' ')}")
-        lines += [f"         declined {count}: {reason}" for reason, count in rewrite["declined"].items()]
-    if proof := description["proof"]:
-        lines.append(f"proof        logits within {proof['error']:.1e} of their spread (limit {proof['limit']:.0e})")
-    if made := description["float_activations"]:
-        lines.append(f"activations  in float where the file rounds them: logits move by {made['error']:.1e} of that")
-    if made := description["cast"]:
-        lines.append(f"converted    to {made['dtype']}: within {made['error']:.1e} of that (limit {made['limit']:.0e})")
-    if made := description["quantization"]:
-        layers = ", ".join(f"{count} in {bits} bits" for bits, count in made["layers"].items())
-        lines.append(
-            f"quantised    {layers}, groups of {made['group_size']}: logits move by {made['error']:.1e} of that"
-        )
+    return lines
+
+
+def _conversion_lines(metadata: Metadata) -> list[str]:
+    """Returns what the conversion recorded: the rewrites, the proof, and the precision options."""
+    lines = []
+    for rewrite in metadata.rewrites:
+        lines.append(f"  {rewrite.replaced:6} {rewrite.name.replace('_', ' ')}")
+        lines += [f"         declined {count}: {reason}" for reason, count in rewrite.skipped.items()]
+    if proof := metadata.proof:
+        lines.append(f"proof        logits within {proof.error:.1e} of their spread (limit {proof.limit:.0e})")
+    if floats := metadata.float_activations:
+        lines.append(f"activations  in float where the file rounds them: logits move by {floats.error:.1e} of that")
+    if cast := metadata.cast:
+        lines.append(f"converted    to {cast.dtype}: within {cast.error:.1e} of that (limit {cast.limit:.0e})")
+    if quantization := metadata.quantization:
+        layers = ", ".join(f"{count} in {bits} bits" for bits, count in quantization.layers.items())
+        error = f"logits move by {quantization.error:.1e} of that"
+        lines.append(f"quantised    {layers}, groups of {quantization.group_size}: {error}")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""What a decoder carries from step to step: its cache by positions and its states, inputs paired with outputs."""
+"""Cache pairs and state pairs: the inputs and outputs by which a decoder carries its cache from step to step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mlx_transmuter.program import Value
 # No axis that a graph fixes is larger.
 MAX_FIXED_AXIS = 2**24
 
-# A word of a name that says nothing of which tensor it is, only that it is carried, and in which direction.
+# Words of a name that do not tell which tensor it is, only that it is carried and in which direction.
 _DIRECTION_WORDS = {
     *("past", "present", "prev", "previous", "new", "next", "in", "out", "input", "output", "updated"),
     *("cache", "caches", "cached", "kv", "pkv", "kvs", "state", "states"),
 }
-# Words of the names of what is carried: a cache of some positions, or a state.
+# Words that call a tensor a part of a cache, or a state.
 _CACHE_WORDS = {"past", "present", "prev", "previous", "cache", "caches", "cached", "kv", "pkv", "kvs"}
 _CACHE_WORDS |= {"kcache", "vcache"}
 _STATE_WORDS = {"conv", "ssm", "recurrent", "rnn", "state", "states", "mamba", "deltanet"}
@@ -36,10 +36,11 @@ class SignatureError(TransmuterError):
 
 @dataclass(frozen=True)
 class CachePair:
-    """One tensor of the cache.
+    """One tensor of the cache, as an input and an output.
 
     past, present: the names of the input and of the output. dtype: its ONNX type. shape: of the past, with an int where
-    the graph fixes the size. batch, length: the axes of rows and of positions; every other size is fixed by the graph.
+    the graph fixes the size. batch_axis, length_axis: the axes of rows and of positions; the graph fixes every other
+    size.
     """
 
     past: str
@@ -51,7 +52,7 @@ class CachePair:
 
     @property
     def heads(self) -> int:
-        """How many vectors a position has: the product of the sizes before the last, rows and positions aside."""
+        """How many vectors a position has: the product of the fixed sizes before the last."""
         size = 1
         for axis in self._vector_axes[:-1]:
             size *= int(self.shape[axis])  # type: ignore[arg-type]
@@ -59,7 +60,7 @@ class CachePair:
 
     @property
     def head_dim(self) -> int:
-        """The size of a vector."""
+        """The size of a vector: the last fixed size."""
         return int(self.shape[self._vector_axes[-1]])  # type: ignore[arg-type]
 
     @property
@@ -75,29 +76,24 @@ class CachePair:
     @property
     def key_value_axis(self) -> int | None:
         """The axis, of five, that has the keys at 0 and the values at 1; None where there is none."""
-        found = [
-            axis
-            for axis, size in enumerate(self.shape)
-            if size == 2 and axis not in (self.batch_axis, self.length_axis)
-        ]
-        return (
-            found[0]
-            if len(self.shape) == 5 and found and found[0] < min(self.length_axis, len(self.shape) - 2)
-            else None
-        )
+        fixed = (axis for axis in range(len(self.shape)) if axis not in (self.batch_axis, self.length_axis))
+        axis = next((axis for axis in fixed if self.shape[axis] == 2), None)
+        if axis is None or len(self.shape) != 5:
+            return None
+        return axis if axis < min(self.length_axis, len(self.shape) - 2) else None
 
     def shape_for(self, rows: int, length: int) -> tuple[int, ...]:
-        """The shape of the tensor for that many rows and positions."""
+        """Returns the shape of the tensor for that many rows and positions."""
         sizes: dict[int, Any] = {self.batch_axis: rows, self.length_axis: length}
         return tuple(sizes.get(axis, size) for axis, size in enumerate(self.shape))
 
 
 @dataclass(frozen=True)
 class StatePair:
-    """One tensor that a graph carries as a value, without an axis of positions: a convolution's last inputs
-    (`past_conv.0` [rows, channels, width]), a recurrence's memory (`past_recurrent.0` [rows, heads, size, size]).
+    """One tensor that a graph carries without an axis of positions: a convolution's last inputs (`past_conv.0` [rows,
+    channels, width]), a recurrence's memory (`past_recurrent.0` [rows, heads, size, size]).
 
-    past, present, dtype, shape, batch: as of an Entry. A row starts with zeros.
+    past, present, dtype, shape, batch_axis: as of a CachePair. A row starts with zeros.
     """
 
     past: str
@@ -107,66 +103,72 @@ class StatePair:
     batch_axis: int
 
     def shape_for(self, rows: int) -> tuple[int, ...]:
-        """The shape of the tensor for that many rows."""
+        """Returns the shape of the tensor for that many rows."""
         return tuple(rows if axis == self.batch_axis else int(size) for axis, size in enumerate(self.shape))  # type: ignore[arg-type]
 
 
 def find_pairs(inputs: Sequence[Value], outputs: Sequence[Value]) -> tuple[CachePair | StatePair, ...]:
-    """What the graph takes and gives back: each input with its output, in the order of the inputs.
+    """Returns what the graph carries, each input with its output, in the order of the inputs.
 
-    inputs, outputs: those that nothing else is known of. Pairs are found by their names, whatever the words for past
-    and present; where the names don't say, by the order, if there are as many inputs as outputs and each pair has one
-    type and fixed sizes that agree. Inputs that no name or pair calls carried are left out. Raises SignatureError for a
-    past without a present, and for a shape that cannot be carried.
+    inputs, outputs: those with no other known use. Pairs are found by their names, whatever the words for past and
+    present; where names don't tell, by the order, if there are as many inputs as outputs and each pair has one type and
+    fixed sizes that agree. Inputs that are in no pair, and whose names don't call them a cache, are left out. Raises
+    SignatureError for a past without a present, and for a shape that cannot be carried.
     """
     inputs = [value for value in inputs if _split_words(value.name)[:1] != ["encoder"]]
     pairs = _pair_by_name(inputs, outputs)
-    left = [value for value in inputs if value.name not in pairs]
-    free = [value for value in outputs if value.name not in set(pairs.values())]
-    counts = ("int64", "int32", "bool")  # such as a length of the past
-    told = [value for value in left if set(_split_words(value.name)) & _CACHE_WORDS and value.dtype not in counts]
-    # Tensors whose names say nothing may be carried too; one that is called a cache must be.
-    for takes in ([value for value in left if _may_be_cache_or_state(value)], told):
-        gives = [value for value in free if _may_be_cache_or_state(value)]
-        if takes and len(takes) == len(gives) and all(map(_may_be_pair, takes, gives)):
-            pairs |= {one.name: other.name for one, other in zip(takes, gives, strict=True)}
+    unpaired_inputs = [value for value in inputs if value.name not in pairs]
+    unpaired_outputs = [value for value in outputs if value.name not in set(pairs.values())]
+    count_dtypes = ("int64", "int32", "bool")  # such as a length of the past
+    named_caches = [
+        value
+        for value in unpaired_inputs
+        if set(_split_words(value.name)) & _CACHE_WORDS and value.dtype not in count_dtypes
+    ]
+    # A tensor whose name tells nothing may be carried too; one that is called a cache must be.
+    presents = [value for value in unpaired_outputs if _may_be_cache_or_state(value)]
+    for pasts in ([value for value in unpaired_inputs if _may_be_cache_or_state(value)], named_caches):
+        if pasts and len(pasts) == len(presents) and all(map(_may_be_pair, pasts, presents)):
+            pairs |= {past.name: present.name for past, present in zip(pasts, presents, strict=True)}
             break
-    if lacking := [value.name for value in told if value.name not in pairs]:
+    if lacking := [value.name for value in named_caches if value.name not in pairs]:
         raise SignatureError(
             f"the cache inputs {abbreviate_names(map(repr, lacking))}, "
-            f"and outputs {abbreviate_names(value.name for value in free)}",
-            "an output for each, of a like name or, as many as there are, of like shapes in the same order",
+            f"and outputs {abbreviate_names(value.name for value in unpaired_outputs)}",
+            "an output for each, of a like name, or as many outputs of like shapes in the same order",
             "export the model with names such as past_key_values.0.key and present.0.key",
         )
     return tuple(_make_pair(value, pairs[value.name]) for value in inputs if value.name in pairs)
 
 
 def is_cache_or_state_name(name: str) -> bool:
-    """Whether the name of an input or output calls it a part of a cache or a state."""
+    """Whether the name of an input or output calls it a part of a cache, or a state."""
     words = set(_split_words(name))
     return bool(words & _CACHE_WORDS) or (bool(words & _STATE_WORDS) and "hidden" not in words)
 
 
 def abbreviate_names(names: Any) -> str:
-    """The first names, and how many more there are."""
+    """Returns the first names, and how many more there are, as text."""
     names = list(names)
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _split_words(name: str) -> list[str]:
-    """The words and numbers of a name: past_key_values.0.key → past, key, values, 0, key; layer0Key → layer, 0, key."""
+    """Returns the words and numbers of a name: past_key_values.0.key → past, key, values, 0, key; layer0Key → layer, 0,
+    key.
+    """
     return re.findall(r"[a-z]+|\d+", re.sub(r"([a-z\d])([A-Z])", r"\1_\2", name).lower())
 
 
 def _tensor_identity(name: str) -> tuple[str, ...]:
-    """What a name says of the tensor itself, the same for a past and its present."""
+    """Returns the words of a name that tell which tensor it is, the same for a past and its present."""
     words = _split_words(re.sub(r"key_values?", "", name, flags=re.IGNORECASE))
-    kept = [_WORD_SYNONYMS.get(word, word) for word in words if word not in _DIRECTION_WORDS]
-    return tuple(sorted(word for word in kept if word))
+    words = [_WORD_SYNONYMS.get(word, word) for word in words if word not in _DIRECTION_WORDS]
+    return tuple(sorted(word for word in words if word))
 
 
 def _pair_by_name(inputs: Sequence[Value], outputs: Sequence[Value]) -> dict[str, str]:
-    """Input → output, where both names call them carried and say that they are the same tensor, and no other does."""
+    """Returns input → output, where both names call them carried and only theirs name the same tensor."""
     sides: list[dict[tuple[str, ...], list[str]]] = []
     for values in (inputs, outputs):
         side: dict[tuple[str, ...], list[str]] = {}
@@ -183,17 +185,28 @@ def _pair_by_name(inputs: Sequence[Value], outputs: Sequence[Value]) -> dict[str
 
 
 def _may_be_cache_or_state(value: Value) -> bool:
-    """Whether a tensor whose name says nothing may be a part of a cache by its form."""
-    plain = {"embeds", "embeddings", "hidden", "mask", "features", "attentions", "attention", "ids", "inputs", "logits"}
+    """Whether a tensor may be carried: its name says so, or does not exclude it and its dtype and rank fit."""
+    uncarried_words = {
+        "embeds",
+        "embeddings",
+        "hidden",
+        "mask",
+        "features",
+        "attentions",
+        "attention",
+        "ids",
+        "inputs",
+        "logits",
+    }
     return is_cache_or_state_name(value.name) or not (
-        plain & set(_split_words(value.name))
+        uncarried_words & set(_split_words(value.name))
         or not value.dtype.startswith(("float", "bfloat"))
         or len(value.shape or ()) < 3
     )
 
 
 def _may_be_pair(past: Value, present: Value) -> bool:
-    """Whether the two may be one tensor before and after a step: type, fixed sizes and numbers in names agree."""
+    """Whether the two may be one tensor before and after a step: dtype, fixed sizes and numbers in names agree."""
     if past.dtype != present.dtype or past.shape is None:
         return False
     if (
@@ -214,7 +227,7 @@ def _name_numbers(name: str) -> list[str]:
 
 
 def _make_pair(value: Value, present: str) -> CachePair | StatePair:
-    """The Entry or State of an input."""
+    """Returns the pair of an input and the output `present`. Raises SignatureError for an unknown layout."""
     shape, what = value.shape, f"the cache input {value.name!r} of shape {list(value.shape or ()) or value.shape}"
     if shape is None or len(shape) < 2:
         raise SignatureError(what, "rows, heads, positions and a size per head")

@@ -1,11 +1,12 @@
-"""The Plan of a decoder: how generation runs it, as its conversion found by trial and its program's meta says."""
+"""RunPlan: how generation runs a decoder, as its conversion found by trial and its program's metadata say."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mlx_transmuter.program import Program
+from mlx_transmuter.program.metadata import Metadata
+from mlx_transmuter.program.program import Program
 from mlx_transmuter.program.signature import CACHE_MODES, CacheMode, DecoderSignature, infer_cache_mode
 
 PromptMode = Literal["parts", "whole", "single"]
@@ -18,11 +19,11 @@ PADDING_SIDES: tuple[PaddingSide, ...] = ("right", "left", "none")
 class RunPlan:
     """How a decoder runs.
 
-    mode: of its cache (see `declared_mode`). prompts: in "parts" of powers of two; "whole", for a graph that takes
-    several tokens only where its cache is empty; "single", for one that never does. padding: on which side of a row's
-    tokens a step may have padding, which must not change what the row keeps: "right", "left" (of a graph that reads its
-    whole prefix), or "none": the rows of a run then have one length. alone: whether the graph takes one row, so that a
-    step runs it once a row.
+    cache_mode: see `infer_cache_mode`. prompt_mode: in chunks of powers of two ("parts"); at once ("whole"), for a
+    graph that takes several tokens only where its cache is empty; token by token ("single"), for one that never does.
+    padding_side: on which side of a row's tokens a step may have padding, which must not change what the row keeps:
+    "right", "left" (of a graph that reads all tokens at each step), or "none": the rows of a session then have one
+    length. row_by_row: whether the graph takes one row, so that a step runs it once a row.
     """
 
     cache_mode: CacheMode
@@ -32,15 +33,15 @@ class RunPlan:
 
     @staticmethod
     def from_program(program: Program, signature: DecoderSignature) -> RunPlan:
-        """The plan that the conversion recorded; where it says nothing or nonsense, what the graph's form suggests."""
-        meta = program.metadata
-        mode, prompts, padding = meta.get("cache_mode"), meta.get("prompts"), meta.get("padding")
-        rereads = not signature.pairs
+        """Returns the plan that the conversion recorded; for what is absent or malformed, what the graph's form
+        suggests.
+        """
+        metadata = Metadata(program.metadata)
         return RunPlan(
-            mode if mode in CACHE_MODES else infer_cache_mode(program, signature),
-            prompts if prompts in PROMPT_MODES else "whole" if rereads else "parts",
-            padding if padding in PADDING_SIDES else "none" if signature.state_pairs else "right",
-            meta.get("alone") is True,
+            metadata.choice("cache_mode", CACHE_MODES, infer_cache_mode(program, signature)),
+            metadata.choice("prompts", PROMPT_MODES, "parts" if signature.pairs else "whole"),
+            metadata.choice("padding", PADDING_SIDES, "none" if signature.state_pairs else "right"),
+            metadata.flag("alone"),
         )
 
     @property
@@ -52,7 +53,7 @@ class RunPlan:
         return ", ".join([*words, "alone"] if self.row_by_row else words)
 
     def to_metadata(self) -> dict[str, Any]:
-        """What a program's meta says of it; `of` reads it."""
+        """Returns what a program's metadata say of the plan; `from_program` reads it."""
         return {
             "cache_mode": self.cache_mode,
             "prompts": self.prompt_mode,

@@ -1,4 +1,4 @@
-"""The signature of a decoder: which of a program's inputs and outputs are tokens, mask, positions, cache and logits."""
+"""The signature of a decoder: which inputs and outputs of a program are tokens, mask, positions, cache and logits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mlx_transmuter.program import Program, Value
+from mlx_transmuter.program.attention_nodes import has_fused_kv_pools
 from mlx_transmuter.program.cache_pairs import (
     MAX_FIXED_AXIS,
     CachePair,
@@ -20,28 +21,29 @@ from mlx_transmuter.program.cache_pairs import (
 CacheMode = Literal["in_place", "append", "grow"]
 CACHE_MODES: tuple[CacheMode, ...] = ("in_place", "append", "grow")
 
-# Inputs of a program over pools: the index, the index over pools that keep heads apart, the tokens of
-# each row whose logits are wanted.
+# Inputs of a program over pools, by their saved names: the index of the step's tokens, the same over pools that keep
+# heads apart, and the tokens of each row whose logits are computed.
 CACHE_INDEX_INPUT, HEAD_INDEX_INPUT, LOGIT_INDICES_INPUT = "index", "lanes", "ends"
 TOKEN_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids")
 MASK_INPUT, POSITIONS_INPUT, USE_CACHE_BRANCH_INPUT = "attention_mask", "position_ids", "use_cache_branch"
 LOGITS_TO_KEEP_INPUTS = ("num_logits_to_keep", "logits_to_keep")
-# What a graph may take of a step beside its tokens, and can do without where nothing reads it.
+# The inputs of a step beside its tokens, which are removed where no node reads them.
 OPTIONAL_INPUTS = frozenset({MASK_INPUT, POSITIONS_INPUT, USE_CACHE_BRANCH_INPUT, *LOGITS_TO_KEEP_INPUTS})
 
 
 @dataclass(frozen=True)
 class DecoderSignature:
-    """What generation gives to a decoder and reads from it. Names are None where the graph has no such input.
+    """The inputs that generation feeds a decoder and the outputs that it reads; a name is None where there is no such
+    input.
 
-    tokens: input_ids or inputs_embeds. position_axes: 0 for position_ids [rows, seq], else the size of their first
-    axis. keep: the input that says of how many last positions the graph gives logits (0: all), int64 of keep_shape.
-    entries, states: what the graph carries from step to step, with and without an axis of positions; without either it
-    reads its whole prefix at each step. index: whether the program reads and writes pools, by an index; its pasts are
-    then pools and its presents the new ones. both: whether each of these pools has the keys of all heads and, after
-    them, the values. ends: whether it gives logits of the tokens that are asked for alone,
-    [rows, k, vocab]. vocab: the size of the vocabulary, the last axis of the logits. one_row: whether the graph says
-    that it takes one row. given: the other inputs, which a task gives (the outputs of an encoder).
+    token_input: input_ids or inputs_embeds. position_axes: 0 for position_ids [rows, seq], else the size of their first
+    axis. logits_to_keep_input: for how many last tokens the graph computes logits (0: all), int64 of
+    logits_to_keep_shape. cache_pairs, state_pairs: what the graph carries from step to step, with and without an axis
+    of positions; without either it reads all tokens at each step. uses_pools: whether the program reads and writes
+    pools by an index; its pasts are then pools and its presents the new ones. fused_kv_pools: whether each of these
+    pools has the keys of all heads and, after them, the values. selects_logits: whether it computes the logits of
+    chosen tokens alone, [rows, k, vocab]. vocab_size: the last axis of the logits. single_row: whether the graph
+    declares one row. extra_inputs: the other inputs, which a task feeds (the outputs of an encoder).
     """
 
     token_input: str
@@ -64,7 +66,7 @@ class DecoderSignature:
 
     @staticmethod
     def from_program(program: Program) -> DecoderSignature:
-        """The signature of the program. Raises SignatureError for a program without logits or with an unknown cache."""
+        """Returns the signature of a program. Raises SignatureError where logits are missing or a cache is unknown."""
         inputs = {value.name: value for value in program.inputs}
         logits = _find_logits(program.outputs)
         shape = logits.shape or ()
@@ -76,56 +78,55 @@ class DecoderSignature:
         if tokens is None:
             raise SignatureError(f"the inputs {abbreviate_names(inputs)}", "input_ids or inputs_embeds")
         positions = inputs.get(POSITIONS_INPUT)
-        keep = next((name for name in LOGITS_TO_KEEP_INPUTS if name in inputs), None)
+        logits_to_keep = next((name for name in LOGITS_TO_KEEP_INPUTS if name in inputs), None)
         axes = 0
         if positions is not None and positions.shape is not None and len(positions.shape) == 3:
             axes = positions.shape[0] if isinstance(positions.shape[0], int) else 3
         known = {tokens, CACHE_INDEX_INPUT, HEAD_INDEX_INPUT, LOGIT_INDICES_INPUT, *OPTIONAL_INPUTS}
         others = [value for value in program.inputs if value.name not in known]
-        parts = find_pairs(others, [value for value in program.outputs if value.name != logits.name])
-        pasts = {part.past for part in parts}
+        pairs = find_pairs(others, [value for value in program.outputs if value.name != logits.name])
+        pasts = {pair.past for pair in pairs}
         return DecoderSignature(
             token_input=tokens,
             takes_embeddings=tokens == "inputs_embeds",
             mask_input=MASK_INPUT if MASK_INPUT in inputs else None,
             positions_input=POSITIONS_INPUT if positions is not None else None,
             position_axes=axes,
-            logits_to_keep_input=keep,
-            logits_to_keep_shape=(1,) * len(inputs[keep].shape or ()) if keep else (),
+            logits_to_keep_input=logits_to_keep,
+            logits_to_keep_shape=(1,) * len(inputs[logits_to_keep].shape or ()) if logits_to_keep else (),
             use_cache_branch_input=USE_CACHE_BRANCH_INPUT if USE_CACHE_BRANCH_INPUT in inputs else None,
-            cache_pairs=tuple(part for part in parts if isinstance(part, CachePair)),
-            state_pairs=tuple(part for part in parts if isinstance(part, StatePair)),
+            cache_pairs=tuple(pair for pair in pairs if isinstance(pair, CachePair)),
+            state_pairs=tuple(pair for pair in pairs if isinstance(pair, StatePair)),
             logits_output=logits.name,
             vocab_size=vocab,
             uses_pools=CACHE_INDEX_INPUT in inputs,
-            fused_kv_pools=CACHE_INDEX_INPUT in inputs
-            and any(node.op == "mlx.attention" and not node.inputs[4] for node in program.all_nodes()),
+            fused_kv_pools=CACHE_INDEX_INPUT in inputs and has_fused_kv_pools(program),
             selects_logits=LOGIT_INDICES_INPUT in inputs,
             single_row=(inputs[tokens].shape or (None,))[0] == 1
-            or any(part.shape[part.batch_axis] == 1 for part in parts),
+            or any(pair.shape[pair.batch_axis] == 1 for pair in pairs),
             extra_inputs=tuple(value.name for value in others if value.name not in pasts),
         )
 
     @property
     def pairs(self) -> tuple[CachePair | StatePair, ...]:
-        """What steps carry: the cache and the states."""
+        """What steps carry: the cache pairs and the state pairs."""
         return (*self.cache_pairs, *self.state_pairs)
 
     @property
     def required_outputs(self) -> list[str]:
-        """The outputs that a decoder needs of the program: the logits and what is carried."""
-        return [self.logits_output, *(part.present for part in self.pairs)]
+        """The outputs that a decoder reads: the logits and what is carried."""
+        return [self.logits_output, *(pair.present for pair in self.pairs)]
 
 
 def outputs(names: Iterable[str]) -> list[str]:
-    """Those of the output `names` of a decoder that generation reads: logits and the present cache."""
+    """Returns those of the output names of a decoder that generation reads: logits and the present cache."""
     return [name for name in names if name == "logits" or name.startswith("present")]
 
 
 def infer_cache_mode(program: Program, signature: DecoderSignature) -> CacheMode:
-    """The cache mode that the graph's form suggests; a conversion tries it before it counts.
+    """Returns the cache mode that the graph's form suggests, which a conversion tries.
 
-    in_place: GroupQueryAttention writes into a buffer. append: position_ids are given, so a buffer may have free
+    in_place: GroupQueryAttention writes into a buffer. append: position_ids are an input, so a buffer may have free
     columns. grow: positions come from the length of the cache.
     """
     if any(node.op.startswith("com.microsoft.GroupQueryAttention") for node in program.all_nodes()):
@@ -134,14 +135,14 @@ def infer_cache_mode(program: Program, signature: DecoderSignature) -> CacheMode
 
 
 def _find_logits(outputs: Iterable[Value]) -> Value:
-    """The output named logits, or the only one of three axes that is no part of a cache."""
+    """Returns the output named logits, or the only one of three axes that is no part of a cache."""
     outputs = list(outputs)
     for value in outputs:
         if value.name == "logits":
             return value
-    found = [value for value in outputs if len(value.shape or ()) == 3 and not is_cache_or_state_name(value.name)]
-    found = [value for value in found if "hidden" not in value.name]
-    if len(found) != 1:
+    candidates = [value for value in outputs if len(value.shape or ()) == 3 and not is_cache_or_state_name(value.name)]
+    candidates = [value for value in candidates if "hidden" not in value.name]
+    if len(candidates) != 1:
         names = abbreviate_names(value.name for value in outputs)
         raise SignatureError(f"the outputs {names}", "an output named logits, or one alone of three axes")
-    return found[0]
+    return candidates[0]

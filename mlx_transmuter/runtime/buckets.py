@@ -1,39 +1,43 @@
-"""Sizes: the columns that a step reads, the slots that a row has, and the ring of one that sees a window alone."""
+"""Buckets: the few numbers of columns that steps read and of slots that rows have, so that few steps are compiled."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
-from mlx_transmuter.ops import bind_inputs
-from mlx_transmuter.program import Node, Program
+from mlx_transmuter.cache.layout import ceil_div
 
 # The context that a step attends over grows from here.
 SMALLEST_BUCKET = 64
 
 
 def context_bucket(length: int, rows: int = 1) -> int:
-    """The context bucket of that many positions of each of `rows` rows.
+    """Returns the context bucket of `length` positions of each of `rows` rows: the columns that a step reads for them.
 
-    Powers of two to 256, four sizes an octave to 1,024, then eight; of more rows, as that of one with √rows times the
-    length, but no steps below 32. A bucket is a compiled step, and what it holds beyond the length is read for nothing:
-    the larger a part attention has in a step, the less of it.
+    Buckets are powers of two up to 256, then four an octave up to 1,024, then eight; of several rows, those of one row
+    of √rows times the length, but never less than 32 apart. Each bucket is a compiled step, and its columns beyond the
+    length are read for nothing: the larger the share of attention in a step, the finer the buckets.
     """
     power = power_of_two_bucket(length)
     reach = power * math.isqrt(rows)
-    size = power if reach <= 256 else max(32, power // 8 if reach <= 1024 else power // 16)
-    return max(SMALLEST_BUCKET, -(-length // size) * size)
+    if reach <= 256:
+        granularity = power
+    else:
+        granularity = max(32, power // (8 if reach <= 1024 else 16))
+    return max(SMALLEST_BUCKET, ceil_div(length, granularity) * granularity)
 
 
 def power_of_two_bucket(length: int) -> int:
-    """The slots of a row that may hold that many tokens: a power of two, so that runs of all sizes share few steps."""
+    """Returns the slots of a row that may have `length` tokens: a power of two, so that sessions share few steps."""
     return max(SMALLEST_BUCKET, 1 << max(0, length - 1).bit_length())
 
 
 class StepColumns(NamedTuple):
-    """The columns that a step reads: `context` of them, with `ring` those of a ring; and of layers with a window, in a
-    decoder of which others have none, a ring of `near` of them, where that is few enough to be worth it (else 0).
+    """The columns that a step reads.
+
+    context: how many. is_ring: whether they are a ring. window_context: how many columns of a ring the layers with a
+    window read, in a decoder where others have none and where that is few enough to be worth it; 0 where they read as
+    the others do.
     """
 
     context: int
@@ -42,53 +46,28 @@ class StepColumns(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """A row keeps its last `slots` tokens, however long it gets; the newest sees `window` of them."""
+    """The slots of a row that keeps its last `slots` tokens, however long it gets; the newest sees `window` of them."""
 
     window: int
     slots: int
 
     @property
     def max_step_tokens(self) -> int:
-        """The most tokens of a step: the first of them still sees its whole window when the last is stored."""
+        """The most tokens of a step: the first still sees its whole window when the last is stored."""
         return self.slots - self.window + 1
 
     @staticmethod
     def for_window(window: int) -> Ring:
-        """A quarter more than the window, for the tokens of a step: a step of one token reads it all."""
-        wanted = window + max(window // 4, SMALLEST_BUCKET // 2)
-        return Ring(window, -(-wanted // SMALLEST_BUCKET) * SMALLEST_BUCKET)
-
-
-def attention_windows(program: Program) -> set[int]:
-    """Returns the windows of the attention of a program over pools, in positions; 0 where it sees all columns.
-
-    A conversion records them in the metadata; for folders without that record they are read off the nodes.
-    """
-    windows = program.metadata.get("attention_windows")
-    if isinstance(windows, list) and all(isinstance(window, int) and window >= 0 for window in windows):
-        return set(windows)
-    return find_attention_windows(program)
-
-
-def find_attention_windows(program: Program) -> set[int]:
-    """Returns the windows that the masks of a program's attention nodes have; 0 for all columns or an unknown mask."""
-    nodes = list(program.all_nodes())
-    producers = {name: node for node in nodes for name in node.outputs}
-    return {_window_of(node, producers) for node in nodes if node.op == "mlx.attention"}
-
-
-def _window_of(attention: Node, producers: Mapping[str, Node]) -> int:
-    mask = producers.get(bind_inputs(attention).get("mask", ""))
-    if mask is not None and mask.op == "mlx.alibi":
-        mask = producers.get(bind_inputs(mask).get("mask", ""))
-    window = mask.attrs.get("window") if mask is not None and mask.op == "mlx.visible" else None
-    return window if isinstance(window, int) and window > 0 else 0
+        """Returns a ring of a quarter more than the window, for the tokens of a step: a step of one token reads all."""
+        slots = window + max(window // 4, SMALLEST_BUCKET // 2)
+        return Ring(window, ceil_div(slots, SMALLEST_BUCKET) * SMALLEST_BUCKET)
 
 
 def choose_window_context(window: int | None, seq: int, context: int, paged: bool) -> int:
-    """The columns of a ring for a step's layers with a window, 0 where they had better read as the others do.
+    """Returns the columns of a ring for a step's layers with a window, 0 where reading as the others do is as fast.
 
-    They are gathered one by one; a run of slots is read as it lies, four times as many for the same cost.
+    The slots of a ring are gathered one by one; a run of slots is read as it lies, four times as many at the same cost.
     """
     width = context_bucket(window + seq - 1) if window else context
-    return width if (width < context if paged else 4 * width <= context) else 0
+    is_faster = width < context if paged else 4 * width <= context
+    return width if is_faster else 0

@@ -9,10 +9,12 @@ import mlx.core as mx
 
 from mlx_transmuter import ops
 from mlx_transmuter.cache import KVCache, PoolSpec, QuantizedFormat
+from mlx_transmuter.program.attention_nodes import attention_windows
 from mlx_transmuter.program.cache_pairs import CachePair
+from mlx_transmuter.program.metadata import Metadata
 from mlx_transmuter.program.run_plan import RunPlan
 from mlx_transmuter.program.signature import CacheMode, DecoderSignature
-from mlx_transmuter.runtime.buckets import Ring, attention_windows, context_bucket
+from mlx_transmuter.runtime.buckets import Ring, context_bucket
 from mlx_transmuter.runtime.cache_session import CacheSession
 from mlx_transmuter.runtime.errors import DecoderError
 from mlx_transmuter.runtime.full_context import FullContextSession
@@ -52,12 +54,11 @@ class Decoder:
         self.signature = DecoderSignature.from_program(program)
         self.plan = plan or RunPlan.from_program(program, self.signature)
         self.cache_mode: CacheMode = cache_mode or self.plan.cache_mode
-        most = program.metadata.get("max_positions")
-        self.max_positions: int | None = max_positions or (most if isinstance(most, int) and 0 < most < 2**31 else None)
+        self.max_positions: int | None = max_positions or Metadata(program.metadata).max_positions
         if kv_bits is not None and not self.signature.cache_pairs:
             raise DecoderError(f"kv_bits={kv_bits}", "None: this decoder has no keys and values", "leave out kv_bits")
         self.pool_specs = tuple(_pool_spec(pair, kv_bits, kv_group_size) for pair in self.signature.cache_pairs)
-        windows = attention_windows(program) if self.signature.uses_pools else set()
+        windows = attention_windows(program) if self.signature.uses_pools else ()
         self.max_window = max(windows, default=0) or None
         self.ring = Ring.for_window(max(windows)) if windows and min(windows) else None
         step_inputs = StepInputs.from_program(program, self.signature, max_positions=self.max_positions)

@@ -18,7 +18,7 @@ from mlx_transmuter.converters import pipeline, source_graph, staging
 from mlx_transmuter.converters.errors import ConvertError
 from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.converters.proof import proof, rewrite_search
-from mlx_transmuter.program import Program, weights
+from mlx_transmuter.program import weights
 
 IDS = [3, 1, 15, 7]
 
@@ -126,7 +126,7 @@ STAGES = {
     "loading the weights": (weights, "load"),
     "running the graph": (proof, "reference_logits"),
     "running the module": (proof, "decoder_logits"),
-    "saving the program": (Program, "save"),
+    "saving the program": (staging, "save_program"),
     "loading all again": (staging, "load_module"),
     "writing the card": (pipeline, "render_model_card"),
     "giving the folder its name": (Path, "rename"),
