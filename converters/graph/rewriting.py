@@ -18,7 +18,7 @@ from mlx_transmuter.program.renaming import redirect_reads
 class Replacement:
     """A match: the node `root` is replaced by `nodes`, which compute every output of it that is read.
 
-    aliases: output of `root` -> the value that is read in its place. layers, arrays, constants: new ones of the
+    aliases: output of `root` -> the value that is read in its place. layers, tensors, constants: new ones of the
     program, by name. program_inputs, program_outputs: values of the program that are new or change their type.
     removed_values: names of inputs and outputs that the program loses.
     """
@@ -27,7 +27,7 @@ class Replacement:
     nodes: tuple[Node, ...]
     aliases: dict[str, str] = field(default_factory=dict)
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    arrays: dict[str, LazyTensor] = field(default_factory=dict)
+    tensors: dict[str, LazyTensor] = field(default_factory=dict)
     constants: dict[str, np.ndarray] = field(default_factory=dict)
     program_inputs: tuple[Value, ...] = ()
     program_outputs: tuple[Value, ...] = ()
@@ -86,7 +86,7 @@ def _replace_nodes(program: Program, replacements: dict[int, Replacement]) -> Pr
         nodes += (redirect_reads(new, aliases) for new in replacement.nodes)
         aliases |= {name: aliases.get(other, other) for name, other in replacement.aliases.items()}
         layers |= replacement.layers
-        tensors |= replacement.arrays
+        tensors |= replacement.tensors
         constants |= replacement.constants
         inputs |= {value.name: value for value in replacement.program_inputs}
         outputs |= {value.name: value for value in replacement.program_outputs}

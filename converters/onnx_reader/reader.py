@@ -146,9 +146,8 @@ class _GraphReader:
             nodes += self.read_node(proto, scope)
         for info in graph.output:
             if info.name not in scope:
-                raise ConvertError(
-                    self.file, f"no node that computes the output {info.name!r}", "every output computed"
-                )
+                found = f"no node that computes the output {info.name!r}"
+                raise ConvertError(self.file, found, "every output computed", _EXPORT_AGAIN)
         return Program(inputs, tuple(self.read_value(info, scope[info.name]) for info in graph.output), nodes)
 
     def add_tensor(self, name: str, tensor: LazyTensor) -> None:
@@ -176,9 +175,8 @@ class _GraphReader:
         for name in proto.input:
             if name and name not in scope:
                 node_name = f"{proto.op_type} {proto.name!r}"
-                raise ConvertError(
-                    self.file, f"the input {name!r}", "a value that is defined before it is read", node=node_name
-                )
+                expected = "a value that is defined before it is read"
+                raise ConvertError(self.file, f"the input {name!r}", expected, _EXPORT_AGAIN, node_name)
         attrs = {attribute.name: self.read_attribute(attribute, proto, scope) for attribute in proto.attribute}
         proto, attrs = resolve_result_type(proto, attrs, self.element_types)
         op = resolve_node(proto, self.opsets)

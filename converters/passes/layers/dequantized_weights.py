@@ -66,7 +66,7 @@ def _replace_readers(graph: GraphView, node: Node, table_paths: dict[str, str]) 
         yield SkippedMatch(node, f"the weight is {dtype}; expected integers of at most 8 bits, or int32")
     elif float_reader_count and weight is not None:
         name = f"{node.outputs[0]}.floats"
-        yield Replacement(node, (), aliases={node.outputs[0]: name}, arrays={name: weight.dequantize()})
+        yield Replacement(node, (), aliases={node.outputs[0]: name}, tensors={name: weight.dequantize()})
 
 
 def _match_product(graph: GraphView, reader: Node, floats: str) -> LinearProduct | None:

@@ -37,5 +37,5 @@ def make_embedding_layers(graph: GraphView) -> Iterator[MatchOutcome]:
             node,
             (Node("mlx.embedding", (node.inputs[1], path), node.outputs, name=node.name),),
             layers={path: {"kind": "Embedding"}},
-            arrays=name_arrays(path, {"weight": table.transpose() if is_transposed else table}),
+            tensors=name_arrays(path, {"weight": table.transpose() if is_transposed else table}),
         )

@@ -51,7 +51,7 @@ def _replace_with_linear(graph: GraphView, root: Node, product: LinearProduct, w
         root,
         (Node("mlx.linear", (product.x, path), root.outputs, name=product.node.name),),
         layers={path: {"kind": "Linear", "bias": bool(product.bias)}},
-        arrays=name_arrays(path, arrays),
+        tensors=name_arrays(path, arrays),
     )
 
 

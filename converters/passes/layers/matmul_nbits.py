@@ -105,8 +105,8 @@ def _with_reordered_input(graph: GraphView, path: str, product: BlockProduct, or
     ordered, order_name = f"{product.node.outputs[0]}.ordered", f"{path}_order"
     linear = replace_with_quantized_linear(graph, path, product._replace(x=ordered))
     gather = Node("Gather-1", (product.x, order_name), (ordered,), {"axis": -1})
-    arrays = linear.arrays | {order_name: LazyTensor("int32", order.shape, lambda: order)}
-    return replace(linear, nodes=(gather, *linear.nodes), arrays=arrays)
+    tensors = linear.tensors | {order_name: LazyTensor("int32", order.shape, lambda: order)}
+    return replace(linear, nodes=(gather, *linear.nodes), tensors=tensors)
 
 
 def _matmul_nbits_weight(node: Node) -> _PackedBlocks:

@@ -33,7 +33,7 @@ def merge_projections(graph: GraphView) -> Iterator[MatchOutcome]:
         paths = [node.inputs[1] for node in nodes]
         if len(nodes) > 1 and all(len(graph.consumers(path)) == 1 for path in paths):
             replacement = _merge(graph, nodes, paths, new_arrays)
-            new_arrays |= replacement.arrays.keys()
+            new_arrays |= replacement.tensors.keys()
             yield replacement
             yield from (Replacement(node, ()) for node in nodes[1:])
 
@@ -64,7 +64,7 @@ def _merge(graph: GraphView, nodes: Sequence[Node], paths: Sequence[str], new_ar
             Node("Split-13", (merged, sizes), outputs, {"axis": -1}, first.name),
         ),
         layers={path: graph.program.layers[paths[0]]},
-        arrays=name_arrays(path, arrays),
+        tensors=name_arrays(path, arrays),
         constants={sizes: np.array([layer["weight"].shape[axis] for layer in layers], np.int64)},
     )
 

@@ -99,7 +99,7 @@ def replace_with_quantized_linear(graph: GraphView, path: str, product: BlockPro
     linear = Node("mlx.linear", (product.x, path), root.outputs, weight.node_attrs, product.node.name)
     kind = "QuantizedLinear" if weight.group_size else "Linear"
     layers = {path: {"kind": kind, "bias": bool(bias), **options}}
-    return Replacement(root, _cast_to_file_dtype(linear, weight), layers=layers, arrays=name_arrays(path, arrays))
+    return Replacement(root, _cast_to_file_dtype(linear, weight), layers=layers, tensors=name_arrays(path, arrays))
 
 
 def replace_with_quantized_embedding(node: Node, ids: str, path: str, weight: BlockQuantizedWeight) -> Replacement:
@@ -107,7 +107,7 @@ def replace_with_quantized_embedding(node: Node, ids: str, path: str, weight: Bl
     arrays, options = build_layer_arrays(weight)
     embedding = Node("mlx.embedding", (ids, path), node.outputs, name=node.name)
     layers = {path: {"kind": "QuantizedEmbedding", **options}}
-    return Replacement(node, _cast_to_file_dtype(embedding, weight), layers=layers, arrays=name_arrays(path, arrays))
+    return Replacement(node, _cast_to_file_dtype(embedding, weight), layers=layers, tensors=name_arrays(path, arrays))
 
 
 def _cast_to_file_dtype(node: Node, weight: BlockQuantizedWeight) -> tuple[Node, ...]:

@@ -107,7 +107,7 @@ def _replace_moe(node: Node, inputs: Mapping[str, str], stacks: dict[int, Expert
         node,
         tuple(builder.nodes),
         layers={stack.path: stack.options for stack in stacks.values()},
-        arrays={
+        tensors={
             name: array for stack in stacks.values() for name, array in name_arrays(stack.path, stack.arrays).items()
         },
     )

@@ -64,6 +64,6 @@ def _replace_with_stack(graph: GraphView, split: Node, concat: Node, products: l
         concat,
         tuple(builder.nodes),
         layers={path: {"kind": "SwitchLinear", "bias": bool(biases)}},
-        arrays=name_arrays(path, arrays),
+        tensors=name_arrays(path, arrays),
         constants=builder.constants,
     )

@@ -65,7 +65,7 @@ def make_switch_experts(graph: GraphView) -> Iterator[MatchOutcome]:
             yield routed
             continue
         replacement = _replace_mixture(graph, probe, routed, new_arrays)
-        new_arrays |= replacement.arrays.keys()
+        new_arrays |= replacement.tensors.keys()
         yield replacement
 
 

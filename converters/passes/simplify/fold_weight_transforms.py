@@ -34,7 +34,7 @@ def fold_weight_transforms(graph: GraphView) -> Iterator[MatchOutcome]:
             weight += "_2"
         taken.add(weight)
         weights[node.outputs[0]] = weight, tensor
-        yield Replacement(node, (), aliases={node.outputs[0]: weight}, arrays={weight: tensor})
+        yield Replacement(node, (), aliases={node.outputs[0]: weight}, tensors={weight: tensor})
 
 
 def _transform_weight(graph: GraphView, node: Node, source: LazyTensor) -> LazyTensor | None:
