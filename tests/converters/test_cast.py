@@ -141,8 +141,8 @@ def with_nodes(nodes: list, extra: dict[str, np.ndarray], of: str = "embedded") 
 def assert_agrees(model: onnx.ModelProto, tmp_path: Path, dtype: str, ids=(3, 1, 15, 7)) -> Program:
     """Converts the toy and checks its logits against onnxruntime's, within what the type allows; gives its program."""
     folder = run(toy.write(tmp_path / "source", model), tmp_path / "out", dtype)
-    expected = toy.expected(model, list(ids))
-    logits = toy.found(folder, list(ids)).astype(np.float32)
+    expected = toy.onnxruntime_logits(model, list(ids))
+    logits = toy.converted_logits(folder, list(ids)).astype(np.float32)
     assert np.abs(logits - expected).max() <= LIMITS[dtype] * np.ptp(expected)
     return program_of(folder)
 
@@ -215,7 +215,7 @@ def test_a_part_that_a_half_file_computes_in_float32_stays_in_float32(tmp_path):
     dtypes = device_dtypes(program_of(folder))
     assert dtypes["square"] == "float32"
     assert dtypes["changed"] == "bfloat16"
-    assert np.isfinite(toy.found(folder, [3, 1, 15, 7])).all()
+    assert np.isfinite(toy.converted_logits(folder, [3, 1, 15, 7])).all()
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -40,7 +40,9 @@ def write_toy(tmp_path, change, **options) -> Path:
 
 def test_a_converted_folder_runs_as_its_graph(source, out):
     assert convert_model(source, out) == out
-    np.testing.assert_allclose(toy.found(out, IDS), toy.expected(source / "model.onnx", IDS), atol=1e-4)
+    np.testing.assert_allclose(
+        toy.converted_logits(out, IDS), toy.onnxruntime_logits(source / "model.onnx", IDS), atol=1e-4
+    )
     assert sorted(folder_contents(out)) == ["README.md", "model.safetensors", "program.json"]
     assert not list(out.parent.glob(".*"))
 
@@ -161,7 +163,7 @@ NAMES = [("logits", "odds"), ("past_key_values.0.key", "memory.0.key"), ("presen
 def test_inputs_and_outputs_without_telling_names_are_known_by_order_and_shape(tmp_path, out, renamed):
     source = write_toy(tmp_path, lambda model: [rename(model, *names) for names in renamed])
     convert_model(source, out)
-    np.testing.assert_allclose(toy.found(out, IDS), toy.expected(toy.decoder(), IDS), atol=1e-4)
+    np.testing.assert_allclose(toy.converted_logits(out, IDS), toy.onnxruntime_logits(toy.decoder(), IDS), atol=1e-4)
 
 
 GENAI = {
@@ -180,7 +182,9 @@ def test_inputs_are_named_as_genai_config_says(tmp_path, out, say):
     (source / "genai_config.json").write_text(json.dumps({"model": {"decoder": say}}))
     if say is GENAI:
         convert_model(source, out)
-        np.testing.assert_allclose(toy.found(out, IDS), toy.expected(toy.decoder(), IDS), atol=1e-4)
+        np.testing.assert_allclose(
+            toy.converted_logits(out, IDS), toy.onnxruntime_logits(toy.decoder(), IDS), atol=1e-4
+        )
     else:
         assert_refused(source, out, "the inputs words")
 
@@ -259,7 +263,9 @@ def test_a_broken_configuration_is_refused_by_name(source, out, name, text):
 def test_a_configuration_with_fewer_positions_than_the_proof_decodes_is_ignored(source, out, most):
     (source / "config.json").write_text(json.dumps({"n_positions": most}))
     np.testing.assert_allclose(
-        toy.found(convert_model(source, out), IDS), toy.expected(source / "model.onnx", IDS), atol=1e-4
+        toy.converted_logits(convert_model(source, out), IDS),
+        toy.onnxruntime_logits(source / "model.onnx", IDS),
+        atol=1e-4,
     )
     assert load_folder(out).decoder.program.metadata["max_positions"] is None
 

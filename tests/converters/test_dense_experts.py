@@ -58,5 +58,5 @@ def test_indices_that_no_node_scatters_to_are_skipped():
         else node
         for node in program.nodes
     ]
-    wanted = "its indices are not those of choices and of tokens, only the latter scattered to"
-    assert skip_reasons(replace(program, nodes=nodes)) == [wanted] * 4
+    expected = "its indices are not those of choices and of tokens, only the latter scattered to"
+    assert skip_reasons(replace(program, nodes=nodes)) == [expected] * 4

@@ -38,11 +38,11 @@ def test_a_dynamic_file_converts_and_its_first_logits_are_those_of_onnxruntime(n
     feed |= {
         v.name: np.zeros((1, v.shape[1], 0, v.shape[3]), np.float32) for v in session.get_inputs() if "past" in v.name
     }
-    wanted = session.run(["logits"], {v.name: feed[v.name] for v in session.get_inputs()})[0][0, -1]
+    expected = session.run(["logits"], {v.name: feed[v.name] for v in session.get_inputs()})[0][0, -1]
     run = Decoder(module, 1).begin_session([8])
     logits = run.step(ids.astype(np.int32), [8])
     run.evaluate(logits)
-    found = ops.to_host(logits[0].astype(mx.float32))
+    actual = ops.to_host(logits[0].astype(mx.float32))
     # A value that rounds the other way moves by 1/255 of its range, and the next layers carry the difference on.
-    assert np.abs(found - wanted).max() <= 5e-2 * np.ptp(wanted)
-    assert np.corrcoef(found, wanted)[0, 1] > 0.999
+    assert np.abs(actual - expected).max() <= 5e-2 * np.ptp(expected)
+    assert np.corrcoef(actual, expected)[0, 1] > 0.999

@@ -55,18 +55,18 @@ def agrees(model: ModelProto, tmp_path: Path, truth: ModelProto | None = None) -
     run = Decoder(module, 1).begin_session([len(IDS)])
     logits = run.step(np.array([IDS], np.int32), [len(IDS)])
     run.evaluate(logits)
-    wanted = toy.expected(truth or model, IDS)
-    np.testing.assert_allclose(np.array(logits[0]), wanted, atol=2e-5 * np.ptp(wanted))
-    wanted = toy.expected(truth or model, IDS[:5])
-    np.testing.assert_allclose(toy.found(folder, IDS[:5]), wanted, atol=2e-5 * np.ptp(wanted))
+    expected = toy.onnxruntime_logits(truth or model, IDS)
+    np.testing.assert_allclose(np.array(logits[0]), expected, atol=2e-5 * np.ptp(expected))
+    expected = toy.onnxruntime_logits(truth or model, IDS[:5])
+    np.testing.assert_allclose(toy.converted_logits(folder, IDS[:5]), expected, atol=2e-5 * np.ptp(expected))
     assert not [node for node in module.program.nodes if node.op.startswith("com.microsoft.")]
     return module.program
 
 
 def dense(fused: bool, bias: bool) -> dict[int, np.ndarray]:
     inner = 2 * INNER if fused else INNER
-    found = {2: drawn("fc1", EXPERTS, inner, WIDTH), 4: drawn("fc2", EXPERTS, WIDTH, INNER)}
-    return found | ({3: drawn("b1", EXPERTS, inner), 5: drawn("b2", EXPERTS, WIDTH)} if bias else {})
+    weights = {2: drawn("fc1", EXPERTS, inner, WIDTH), 4: drawn("fc2", EXPERTS, WIDTH, INNER)}
+    return weights | ({3: drawn("b1", EXPERTS, inner), 5: drawn("b2", EXPERTS, WIDTH)} if bias else {})
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -157,6 +157,6 @@ def test_a_mixture_in_a_half_type(dtype, tmp_path):
     for node in program.nodes:
         if node.op.startswith("mlx.") and node.op not in ("mlx.router", "mlx.dispatch", "mlx.combine"):
             assert probe.dtype(node.outputs[0]) == dtype, node
-    wanted = toy.expected(model, IDS[:5])
+    expected = toy.onnxruntime_logits(model, IDS[:5])
     limit = 2e-2 if dtype == "float16" else 8e-2
-    np.testing.assert_allclose(toy.found(folder, IDS[:5]), wanted, atol=limit * np.ptp(wanted))
+    np.testing.assert_allclose(toy.converted_logits(folder, IDS[:5]), expected, atol=limit * np.ptp(expected))

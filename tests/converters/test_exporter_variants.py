@@ -136,11 +136,11 @@ def test_a_variant_has_the_logits_and_the_number_of_nodes_of_the_plain_decoder(v
     VARIANTS[variant](model)
     source = toy.write(tmp_path / "source", model, external=external and not variant.endswith(("nodes", "names")))
     if variant == "all nodes of one name":  # onnxruntime refuses the file, in which nothing is ambiguous
-        wanted = toy.expected(toy.decoder(), IDS)
+        wanted = toy.onnxruntime_logits(toy.decoder(), IDS)
     else:
-        wanted = toy.expected(source / "model.onnx", IDS)
+        wanted = toy.onnxruntime_logits(source / "model.onnx", IDS)
     folder = convert(source, "model.onnx", tmp_path / "out", progress=False)
-    np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=1e-4)
+    np.testing.assert_allclose(toy.converted_logits(folder, IDS), wanted, atol=1e-4)
     program = load_folder(folder).decoder.program
     extra = 1 if variant == "a weight of two layers" else 0
     assert len(program.nodes) == len(plain.decoder.program.nodes) + extra

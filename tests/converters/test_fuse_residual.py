@@ -41,16 +41,16 @@ def outputs(program: Program) -> dict[str, np.ndarray]:
         inputs[entry.past] = mx.array(draw.normal(size=inputs[entry.past].shape).astype(np.float32))
     inputs[signature.token_input] = mx.array(draw.integers(0, 90, (2, 3)))
     arrays = {name: tensor.to_device() for name, tensor in program.tensors.items()}
-    found = ProgramModule(program, arrays)(**inputs)
-    return {name: np.array(value) for name, value in found.items()}
+    results = ProgramModule(program, arrays)(**inputs)
+    return {name: np.array(value) for name, value in results.items()}
 
 
 def assert_same_outputs(program: Program, rewritten: Program) -> None:
     """Both programs give the same but for rounding: a product is not rounded on its own before the sum."""
-    found, wanted = outputs(rewritten), outputs(program)
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-5)
+    actual, expected = outputs(rewritten), outputs(program)
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(actual[name], value, rtol=1e-5, atol=1e-5)
 
 
 def with_nodes(program: Program, at: Node, *nodes: Node) -> Program:
@@ -159,10 +159,10 @@ def test_both_products_of_a_chain_of_sums_are_fused():
             x = next(name for name in after.inputs if name not in node.outputs)
             program = with_nodes(program, node, replace(node, inputs=(node.inputs[0], x)))
             program = with_nodes(program, after, replace(after, inputs=(node.outputs[0], node.inputs[1])))
-    found, record = apply_rewrite(program, fuse_residual_add)
+    rewritten, record = apply_rewrite(program, fuse_residual_add)
     assert record.replaced_count == 4
-    assert [len(node.inputs) for node in fused_and_other_sums(found)] == [3] * 4
-    assert_same_outputs(program, found)
+    assert [len(node.inputs) for node in fused_and_other_sums(rewritten)] == [3] * 4
+    assert_same_outputs(program, rewritten)
 
 
 def test_a_second_pass_finds_nothing():

@@ -32,22 +32,22 @@ BYTES = {"int8": (TensorProto.INT8, -128, 127), "uint8": (TensorProto.UINT8, 0, 
 def converted(model: onnx.ModelProto, tmp_path: Path, **changes) -> tuple[np.ndarray, Program]:
     source = toy.write(tmp_path / "source", model)
     folder = convert(source, "model.onnx", tmp_path / "out", progress=False, precision=PrecisionOptions(**changes))
-    return toy.found(folder, IDS), load_folder(folder).decoder.program
+    return toy.converted_logits(folder, IDS), load_folder(folder).decoder.program
 
 
 def kinds(program: Program) -> list[str]:
     return [layer["kind"] for path, layer in program.layers.items() if path.startswith("down")]
 
 
-def toy_with_dequantize_linear(kind: str, form: str, turned: bool, columns: int = 64, block: int = 32):
+def toy_with_dequantize_linear(kind: str, form: str, transposed: bool, columns: int = 64, block: int = 32):
     """A toy with MatMul(wide, DequantizeLinear(W)), and its weight in floats [columns, 8]."""
     code, low, high = {**PACKED, **BYTES}[kind]
     draw = np.random.default_rng(0)
-    shape = (toy.DIM, columns) if turned else (columns, toy.DIM)
+    shape = (toy.DIM, columns) if transposed else (columns, toy.DIM)
     values = draw.integers(low, high, shape, endpoint=True)
-    along = 1 if turned else 0
+    along = 1 if transposed else 0
     attrs, sizes = {"tensor": ({}, ()), "channel": ({"axis": 1 - along}, (toy.DIM,)), "blocks": (
-        {"axis": along, "block_size": block}, (toy.DIM, columns // block) if turned else (columns // block, toy.DIM),
+        {"axis": along, "block_size": block}, (toy.DIM, columns // block) if transposed else (columns // block, toy.DIM),
     )}[form]  # fmt: skip
     scale = draw.uniform(0.5, 1.5, sizes).astype(np.float32) / (high - low)
     zero = draw.integers(low, high, sizes, endpoint=True)
@@ -55,38 +55,38 @@ def toy_with_dequantize_linear(kind: str, form: str, turned: bool, columns: int 
     def spread(part: np.ndarray) -> np.ndarray:
         if form == "blocks":
             return np.repeat(part, block, axis=along)
-        return part if form == "tensor" else part[:, None] if turned else part
+        return part if form == "tensor" else part[:, None] if transposed else part
 
     weight = (values - spread(zero)) * spread(scale)
     read = helper.make_node("DequantizeLinear", ["down.weight", "down.scales", "down.zeros"], ["floats"], **attrs)
     nodes = [read, helper.make_node("MatMul", ["wide", "floats"], ["narrow"], "/down/MatMul")]
-    if turned:
+    if transposed:
         nodes.insert(1, helper.make_node("Transpose", ["floats"], ["floats_t"], perm=[1, 0]))
         nodes[2].input[1] = "floats_t"
     model = with_product(nodes, {"down.scales": np.asarray(scale)}, columns)
     for name, array in (("down.weight", values), ("down.zeros", np.asarray(zero))):
         model.graph.initializer.append(helper.make_tensor(name, code, array.shape, array.ravel().tolist()))
-    return model, (weight.T if turned else weight)
+    return model, (weight.T if transposed else weight)
 
 
 @pytest.mark.parametrize("kind", [*PACKED, *BYTES])
 @pytest.mark.parametrize("form", ["tensor", "channel", "blocks"])
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_weight_in_integers_becomes_a_quantised_layer(kind, form, turned, tmp_path):
-    model, weight = toy_with_dequantize_linear(kind, form, turned)
-    found, program = converted(model, tmp_path)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_weight_in_integers_becomes_a_quantised_layer(kind, form, transposed, tmp_path):
+    model, weight = toy_with_dequantize_linear(kind, form, transposed)
+    actual, program = converted(model, tmp_path)
     assert kinds(program) == ["QuantizedLinear"]
     assert not [node for node in program.nodes if "Dequantize" in node.op]
-    for wanted in (toy.expected(model, IDS), toy.expected(with_floats(weight, 64), IDS)):
-        assert np.abs(found - wanted).max() <= 1e-4 * np.ptp(wanted)
+    for expected in (toy.onnxruntime_logits(model, IDS), toy.onnxruntime_logits(with_floats(weight, 64), IDS)):
+        assert np.abs(actual - expected).max() <= 1e-4 * np.ptp(expected)
 
 
 def test_blocks_that_mlx_has_no_groups_for_become_floats(tmp_path):
     model, _ = toy_with_dequantize_linear("int8", "blocks", False, block=16)
-    found, program = converted(model, tmp_path)
+    actual, program = converted(model, tmp_path)
     assert kinds(program) == ["Linear"]
-    wanted = toy.expected(model, IDS)
-    assert np.abs(found - wanted).max() <= 1e-4 * np.ptp(wanted)
+    expected = toy.onnxruntime_logits(model, IDS)
+    assert np.abs(actual - expected).max() <= 1e-4 * np.ptp(expected)
 
 
 def test_a_weight_whose_zero_point_the_graph_computes_stays():
@@ -118,9 +118,9 @@ def onnxruntime_logits(file: Path, ids: np.ndarray) -> np.ndarray:
     session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     feed = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(ids.shape[1])[None]}
     feed["use_cache_branch"] = np.array([False])
-    given = session.get_inputs()
-    feed |= {v.name: np.zeros((1, v.shape[1], 0, v.shape[3]), np.float32) for v in given if "past" in v.name}
-    return session.run(["logits"], {v.name: feed[v.name] for v in given})[0][0, -1]
+    inputs = session.get_inputs()
+    feed |= {v.name: np.zeros((1, v.shape[1], 0, v.shape[3]), np.float32) for v in inputs if "past" in v.name}
+    return session.run(["logits"], {v.name: feed[v.name] for v in inputs})[0][0, -1]
 
 
 def dynamically_quantized(name: str, folder: Path, **options) -> Path:
@@ -136,20 +136,20 @@ def in_floats(file: Path) -> onnx.ModelProto:
     """The dynamic file with products of floats for those of integers: weights dequantised, activations not rounded."""
     model = onnx.load(str(file))
     arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    givers = {name: node for node in model.graph.node for name in node.output}
+    producers = {name: node for node in model.graph.node for name in node.output}
     readers = {name: node for node in model.graph.node for name in node.input}
-    gone = []
+    removed = []
     for node in [node for node in model.graph.node if node.op_type == "MatMulInteger"]:
-        source, cast = givers[node.input[0]], readers[node.output[0]]
+        source, cast = producers[node.input[0]], readers[node.output[0]]
         scaled = readers[cast.output[0]]
-        scales = givers[next(name for name in scaled.input if name != cast.output[0])]
+        scales = producers[next(name for name in scaled.input if name != cast.output[0])]
         scale = arrays[next(name for name in scales.input if name in arrays)]
         weight = (arrays[node.input[1]].astype(np.float32) - arrays[node.input[3]].astype(np.float32)) * scale
         model.graph.initializer.append(numpy_helper.from_array(weight.astype(np.float32), f"{node.name}.floats"))
         product = helper.make_node("MatMul", [source.input[0], f"{node.name}.floats"], [scaled.output[0]])
         model.graph.node.insert(list(model.graph.node).index(scaled), product)
-        gone += [node, cast, scaled]
-    for node in gone:
+        removed += [node, cast, scaled]
+    for node in removed:
         model.graph.node.remove(node)
     return model
 
@@ -168,13 +168,13 @@ def test_a_dynamic_file_with_float_activations_has_quantised_layers(name, per_ch
     assert program.metadata["proof"]["limit"] == 1e-4
     ids = np.random.default_rng(0).integers(30, 120, (1, 8))
     onnx.save(in_floats(source / "model.onnx"), str(tmp_path / "floats.onnx"))
-    wanted, rounded = (onnxruntime_logits(file, ids) for file in (tmp_path / "floats.onnx", source / "model.onnx"))
-    found = logits(out, ids)
-    assert np.abs(found - wanted).max() <= 1e-4 * np.ptp(wanted)
+    expected, rounded = (onnxruntime_logits(file, ids) for file in (tmp_path / "floats.onnx", source / "model.onnx"))
+    actual = logits(out, ids)
+    assert np.abs(actual - expected).max() <= 1e-4 * np.ptp(expected)
     # The effect that the conversion recorded is about as large as that of onnxruntime's rounding.
     recorded = program.metadata["float_activations"]
-    far = np.abs(found - rounded).max() / np.ptp(rounded)
-    assert far / 10 < recorded["error"] < far * 10
+    error = np.abs(actual - rounded).max() / np.ptp(rounded)
+    assert error / 10 < recorded["error"] < error * 10
     assert f"by up to {recorded['error']:.1e} of their spread" in (out / "README.md").read_text()
 
 
@@ -188,10 +188,10 @@ def test_a_merged_dynamic_file_can_keep_activations_in_float(tmp_path):
     assert {layer["bits"] for layer in program.layers.values() if "bits" in layer} == {8}
     assert (program.metadata["branch"], program.metadata["proof"]["limit"]) == ("cached", 1e-4)
     ids = np.random.default_rng(0).integers(30, 120, (1, 8))
-    rounded, found = onnxruntime_logits(source / "model.onnx", ids), logits(out, ids)
-    far = np.abs(found - rounded).max() / np.ptp(rounded)
-    assert far <= 5e-2
-    assert far / 10 < program.metadata["float_activations"]["error"] < far * 10
+    rounded, actual = onnxruntime_logits(source / "model.onnx", ids), logits(out, ids)
+    error = np.abs(actual - rounded).max() / np.ptp(rounded)
+    assert error <= 5e-2
+    assert error / 10 < program.metadata["float_activations"]["error"] < error * 10
 
 
 def test_a_merged_dynamic_file_whose_branches_differ_is_refused(tmp_path):
@@ -199,10 +199,10 @@ def test_a_merged_dynamic_file_whose_branches_differ_is_refused(tmp_path):
     model = onnx.load(str(source / "model.onnx"))
     branches = next(node for node in model.graph.node if node.op_type == "If")
     cached = next(attribute.g for attribute in branches.attribute if attribute.name == "then_branch")
-    given = cached.output[0].name
-    producer = next(node for node in cached.node if given in node.output)
-    producer.output[list(producer.output).index(given)] = "before"
-    cached.node.append(helper.make_node("Neg", ["before"], [given]))
+    output = cached.output[0].name
+    producer = next(node for node in cached.node if output in node.output)
+    producer.output[list(producer.output).index(output)] = "before"
+    cached.node.append(helper.make_node("Neg", ["before"], [output]))
     onnx.save(model, str(source / "model.onnx"))
     with pytest.raises(ConvertError, match=r"two branches on 'use_cache_branch'.*spread"):
         convert(
@@ -246,11 +246,11 @@ def test_the_fused_products_of_onnxruntime_become_quantised_layers(fused, signed
         nodes = [helper.make_node("DynamicQuantizeLinear", ["wide"], ["wide_q", "wide_s", "wide_z"])]
         nodes.append(helper.make_node(fused, inputs, ["narrow"], **domain))
     model = with_product(nodes, arrays, 64)
-    found, program = converted(model, tmp_path, float_activations=True)
+    actual, program = converted(model, tmp_path, float_activations=True)
     assert kinds(program) == ["QuantizedLinear"]
     weight = (values.astype(np.float32) - zero.astype(np.float32)) * scale
-    wanted = toy.expected(with_floats(weight, 64, bias), IDS)
-    assert np.abs(found - wanted).max() <= 1e-4 * np.ptp(wanted)
+    expected = toy.onnxruntime_logits(with_floats(weight, 64, bias), IDS)
+    assert np.abs(actual - expected).max() <= 1e-4 * np.ptp(expected)
 
 
 # QDQ files.
@@ -292,18 +292,20 @@ def test_a_static_qdq_file_keeps_its_roundings_or_drops_them_where_asked(name, p
         activation_type=QuantType.QUInt8,
     )  # fmt: skip
     ids = np.random.default_rng(0).integers(30, 120, (1, 8))
-    wanted = onnxruntime_logits(source / "model.onnx", ids)
+    expected = onnxruntime_logits(source / "model.onnx", ids)
     plain = onnxruntime_logits(FIXTURES / name / "model.onnx", ids)
     kept = convert(source, "model.onnx", tmp_path / "kept", progress=False)
     program = load_folder(kept).decoder.program
     assert [node for node in program.nodes if node.op.startswith("QuantizeLinear-")]
     assert [layer for layer in program.layers.values() if layer["kind"] == "QuantizedLinear"]
-    found = logits(kept, ids)
-    assert np.abs(found - wanted).max() <= 5e-2 * np.ptp(wanted)  # a value that rounds the other way moves by 1/255
+    actual = logits(kept, ids)
+    assert np.abs(actual - expected).max() <= 5e-2 * np.ptp(
+        expected
+    )  # a value that rounds the other way moves by 1/255
     floats = convert(
         source, "model.onnx", tmp_path / "floats", progress=False, precision=PrecisionOptions(float_activations=True)
     )
     program = load_folder(floats).decoder.program
     assert not [node for node in program.nodes if node.op.startswith("QuantizeLinear-")]
     # Without the roundings the conversion is closer to the float model than the file is.
-    assert np.abs(logits(floats, ids) - plain).max() < np.abs(wanted - plain).max()
+    assert np.abs(logits(floats, ids) - plain).max() < np.abs(expected - plain).max()

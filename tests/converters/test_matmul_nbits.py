@@ -81,11 +81,11 @@ def toy_with_matmul_nbits(
 
 def converted(model: onnx.ModelProto, tmp_path: Path) -> tuple[np.ndarray, Program]:
     folder = convert(toy.write(tmp_path / "source", model), "model.onnx", tmp_path / "out", progress=False)
-    return toy.found(folder, IDS), load_folder(folder).decoder.program
+    return toy.converted_logits(folder, IDS), load_folder(folder).decoder.program
 
 
-def assert_close(found: np.ndarray, wanted: np.ndarray) -> None:
-    assert np.abs(found - wanted).max() <= 1e-4 * np.ptp(wanted)
+def assert_close(logits: np.ndarray, expected: np.ndarray) -> None:
+    assert np.abs(logits - expected).max() <= 1e-4 * np.ptp(expected)
 
 
 CASES = [
@@ -105,13 +105,13 @@ def test_blocks_become_a_quantised_layer_with_the_logits_of_onnxruntime(
     columns, block, bits, zeros, order, bias, tmp_path
 ):
     model, weight, offset = toy_with_matmul_nbits(columns, block, bits, zeros, order, bias)
-    found, program = converted(model, tmp_path)
+    logits, program = converted(model, tmp_path)
     assert [layer["kind"] for path, layer in program.layers.items() if path == "w"] == ["QuantizedLinear"]
     assert program.layers["w"]["bias"] == bias
     assert not [node for node in program.nodes if "MatMulNBits" in node.op]
-    assert_close(found, toy.expected(with_floats(weight, columns, offset), IDS))
+    assert_close(logits, toy.onnxruntime_logits(with_floats(weight, columns, offset), IDS))
     if not (order or bits == 2 or zeros == "floats"):  # what onnxruntime has kernels for on a CPU
-        assert_close(found, toy.expected(model, IDS))
+        assert_close(logits, toy.onnxruntime_logits(model, IDS))
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_blocks_become_a_quantised_layer_with_the_logits_of_onnxruntime(
 @pytest.mark.parametrize("bits", [4, 8])
 def test_blocks_that_mlx_has_no_groups_for_become_floats_and_are_recorded(columns, block, order, bits, tmp_path):
     model, weight, _ = toy_with_matmul_nbits(columns, block, bits, "packed", order)
-    found, program = converted(model, tmp_path)
-    assert_close(found, toy.expected(with_floats(weight, columns), IDS))
+    logits, program = converted(model, tmp_path)
+    assert_close(logits, toy.onnxruntime_logits(with_floats(weight, columns), IDS))
     assert program.layers["w.layer"] == {"kind": "Linear", "bias": False}
     assert not [node for node in program.nodes if "MatMulNBits" in node.op]
     (record,) = [record for record in program.metadata["rewrites"] if record["name"] == "make_block_quantized_layers"]
@@ -137,9 +137,9 @@ def test_the_bias_of_an_add_goes_into_the_layer(tmp_path):
     offset = np.arange(ROWS, dtype=np.float32)
     model.graph.node.insert(at, helper.make_node("Add", ["raw", "w.offset"], ["narrow"]))
     model.graph.initializer.append(onnx.numpy_helper.from_array(offset, "w.offset"))
-    found, program = converted(model, tmp_path)
+    logits, program = converted(model, tmp_path)
     assert [layer["bias"] for layer in program.layers.values() if layer["kind"] == "QuantizedLinear"] == [True]
-    assert_close(found, toy.expected(with_floats(weight, 64, offset), IDS))
+    assert_close(logits, toy.onnxruntime_logits(with_floats(weight, 64, offset), IDS))
 
 
 @settings(max_examples=60)
@@ -157,7 +157,7 @@ def test_the_arrays_of_a_layer_hold_the_numbers_of_the_file(columns, block, bits
     weight = BlockQuantizedWeight(3, columns, block, bits, dtype, lambda: (values, scales, zeros))
     arrays, options = build_layer_arrays(weight)
     index = np.arange(columns) // block
-    wanted = (values - zeros[:, index]) * scales[:, index]
+    expected = (values - zeros[:, index]) * scales[:, index]
     read = {name: tensor.to_device() for name, tensor in arrays.items()}
     assert {name: tuple(array.shape) for name, array in read.items()} == {
         name: tensor.shape for name, tensor in arrays.items()
@@ -169,7 +169,7 @@ def test_the_arrays_of_a_layer_hold_the_numbers_of_the_file(columns, block, bits
         dequantized = mx.dequantize(*(read[name] for name in ("weight", "scales", "biases")), **options)
         assert read["scales"].dtype == (mx.float16 if dtype == "float16" else mx.float32)
     digits = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1e-2 if weight.group_size is None else 1e-6}[dtype]
-    error = np.abs(np.array(dequantized.astype(mx.float32))[:, :columns] - wanted)
+    error = np.abs(np.array(dequantized.astype(mx.float32))[:, :columns] - expected)
     assert error.max() <= digits * 2**bits * 0.1
     assert weight.group_size is None or (columns + weight.padding_columns) % weight.group_size == 0
 

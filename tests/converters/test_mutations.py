@@ -157,11 +157,11 @@ def test_a_mutated_toy_is_refused_or_converted_right(mutate, tmp_path, time_limi
             continue
         converted += 1
         try:
-            expected = toy.expected(source / "model.onnx", IDS)
+            expected = toy.onnxruntime_logits(source / "model.onnx", IDS)
         except Exception:
             continue  # onnxruntime is stricter about declared types and sizes
         agreed += 1
-        logits = toy.found(out, IDS)
+        logits = toy.converted_logits(out, IDS)
         assert (np.isfinite(logits) == np.isfinite(expected)).all(), seed
         spread = np.ptp(expected[np.isfinite(expected)])
         np.testing.assert_allclose(logits, expected, atol=1e-3 * spread, err_msg=str(seed))

@@ -41,7 +41,9 @@ def test_a_converted_folder_is_replaced(source, out, tmp_path):
     (out / "stale.txt").write_text("of the old conversion")
     other = toy.write(tmp_path / "other", toy.decoder(seed=5))
     convert_model(other, out)
-    np.testing.assert_allclose(toy.found(out, IDS), toy.expected(other / "model.onnx", IDS), atol=1e-4)
+    np.testing.assert_allclose(
+        toy.converted_logits(out, IDS), toy.onnxruntime_logits(other / "model.onnx", IDS), atol=1e-4
+    )
     assert not (out / "stale.txt").exists()
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
@@ -152,7 +154,9 @@ def test_an_error_at_any_stage_leaves_the_target_as_it_was(source, out, tmp_path
         with monkeypatch.context() as patch:
             patch.setattr(*STAGES[stage], breaks)
             assert_refused(source, out, match, error)
-    np.testing.assert_allclose(toy.found(out, IDS), toy.expected(earlier / "model.onnx", IDS), atol=1e-4)
+    np.testing.assert_allclose(
+        toy.converted_logits(out, IDS), toy.onnxruntime_logits(earlier / "model.onnx", IDS), atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("fails", [1, 2])

@@ -40,8 +40,8 @@ def test_every_spelling_becomes_stacks_of_experts(spelling, tmp_path):
     assert all(program.weights[f"{path}.weight"].shape[0] == mixtures.EXPERTS for path in stacks)
     # onnxruntime runs a traced graph only where all experts are chosen; its truth is the same loop over all experts.
     truth = mixtures.decoder("gathered") if spelling == "traced" else model
-    wanted = toy.expected(truth, IDS)
-    np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=1e-5 * np.ptp(wanted))
+    expected = toy.onnxruntime_logits(truth, IDS)
+    np.testing.assert_allclose(toy.converted_logits(folder, IDS), expected, atol=1e-5 * np.ptp(expected))
 
 
 def test_two_mixtures_of_one_scope_have_layers_of_their_own(tmp_path):
@@ -53,8 +53,8 @@ def test_two_mixtures_of_one_scope_have_layers_of_their_own(tmp_path):
     assert sorted(stacks) == [
         "experts.down_proj", "experts.down_proj_experts", "experts.gate_up_proj", "experts.gate_up_proj_experts",
     ]  # fmt: skip
-    wanted = toy.expected(model, IDS)
-    np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=1e-5 * np.ptp(wanted))
+    expected = toy.onnxruntime_logits(model, IDS)
+    np.testing.assert_allclose(toy.converted_logits(folder, IDS), expected, atol=1e-5 * np.ptp(expected))
 
 
 def in_one_step(folder, ids: list[int]) -> np.ndarray:
@@ -68,8 +68,8 @@ def in_one_step(folder, ids: list[int]) -> np.ndarray:
 def test_the_choices_of_a_long_prompt_are_sorted(tmp_path):
     model, ids = mixtures.decoder("gathered"), np.random.default_rng(0).integers(0, toy.VOCAB, 64).tolist()
     _, folder = converted(model, tmp_path)
-    wanted = toy.expected(model, ids)
-    np.testing.assert_allclose(in_one_step(folder, ids), wanted, atol=1e-5 * np.ptp(wanted))
+    expected = toy.onnxruntime_logits(model, ids)
+    np.testing.assert_allclose(in_one_step(folder, ids), expected, atol=1e-5 * np.ptp(expected))
 
 
 def test_a_token_reads_only_the_chosen_experts(tmp_path, monkeypatch):
@@ -109,12 +109,12 @@ def test_quantised_stacks_hold_the_quantised_weights_of_each_expert(bits, tmp_pa
         parts = mx.quantize(mx.array(weight.T), 32, bits)
         if name.startswith("experts.") and "down" in name:
             e = int(name.split(".")[1])
-            for part, wanted in zip(("weight", "scales", "biases"), parts, strict=True):
-                np.testing.assert_array_equal(np.array(saved[f"{path}.{part}"][e]), np.array(wanted))
+            for part, expected in zip(("weight", "scales", "biases"), parts, strict=True):
+                np.testing.assert_array_equal(np.array(saved[f"{path}.{part}"][e]), np.array(expected))
         toy.replace(model, name, toy.numpy_helper.from_array(np.array(mx.dequantize(*parts, 32, bits)).T.copy()))
-    wanted = toy.expected(model, IDS)
-    for found in (toy.found(folder, IDS), in_one_step(folder, IDS)):
-        np.testing.assert_allclose(found, wanted, atol=2e-5 * np.ptp(wanted))
+    expected = toy.onnxruntime_logits(model, IDS)
+    for logits in (toy.converted_logits(folder, IDS), in_one_step(folder, IDS)):
+        np.testing.assert_allclose(logits, expected, atol=2e-5 * np.ptp(expected))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -123,9 +123,9 @@ def test_stacks_in_half_types(dtype, tmp_path):
     program, folder = converted(model, tmp_path, dtype=dtype)
     stacks = [path for path, layer in program.layers.items() if layer["kind"] == "SwitchLinear"]
     assert {program.weights[f"{path}.weight"].dtype for path in stacks} == {dtype}
-    wanted = toy.expected(model, IDS)
+    expected = toy.onnxruntime_logits(model, IDS)
     limit = 3e-2 if dtype == "float16" else 1e-1
-    np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=limit * np.ptp(wanted))
+    np.testing.assert_allclose(toy.converted_logits(folder, IDS), expected, atol=limit * np.ptp(expected))
 
 
 # Changes of an expert's output after which the sum is not that of the chosen experts by the router's scores.
@@ -144,8 +144,8 @@ def test_experts_whose_outputs_are_changed_before_the_sum_are_skipped(change, tm
         "held": 0,
         "declined": {"its 5 experts are not added up by a router's indices and scores": 1},
     }
-    wanted = toy.expected(model, IDS)
-    np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=1e-5 * np.ptp(wanted))
+    expected = toy.onnxruntime_logits(model, IDS)
+    np.testing.assert_allclose(toy.converted_logits(folder, IDS), expected, atol=1e-5 * np.ptp(expected))
 
 
 def test_scores_that_depend_on_more_than_the_choices_are_skipped(tmp_path):
@@ -187,8 +187,8 @@ def test_a_shared_expert_of_the_same_structure_is_not_among_the_chosen(place, tm
     program, folder = converted(model, tmp_path)
     assert (record(program)["held"], record(program)["declined"]) == (1, {})
     assert sorted(program.weights[f"{path}.weight"].shape[0] for path in program.layers if "experts" in path) == [5, 5]
-    wanted = toy.expected(model, IDS)
-    np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=1e-5 * np.ptp(wanted))
+    expected = toy.onnxruntime_logits(model, IDS)
+    np.testing.assert_allclose(toy.converted_logits(folder, IDS), expected, atol=1e-5 * np.ptp(expected))
 
 
 def test_the_first_of_experts_with_equal_logits_is_chosen(tmp_path):
@@ -200,8 +200,8 @@ def test_the_first_of_experts_with_equal_logits_is_chosen(tmp_path):
     program, folder = converted(model, tmp_path)
     assert record(program)["held"] == 1
     for ids in (IDS, IDS * 5):
-        wanted = toy.expected(model, ids)
-        np.testing.assert_allclose(in_one_step(folder, ids), wanted, atol=1e-5 * np.ptp(wanted))
+        expected = toy.onnxruntime_logits(model, ids)
+        np.testing.assert_allclose(in_one_step(folder, ids), expected, atol=1e-5 * np.ptp(expected))
 
 
 def test_experts_without_names(tmp_path):
@@ -216,5 +216,5 @@ def test_experts_without_names(tmp_path):
     assert record(program)["held"] == 1
     stacks = [path for path, layer in program.layers.items() if layer["kind"] == "SwitchLinear"]
     assert len(stacks) == 2
-    wanted = toy.expected(model, IDS)
-    np.testing.assert_allclose(toy.found(folder, IDS), wanted, atol=1e-5 * np.ptp(wanted))
+    expected = toy.onnxruntime_logits(model, IDS)
+    np.testing.assert_allclose(toy.converted_logits(folder, IDS), expected, atol=1e-5 * np.ptp(expected))

@@ -140,7 +140,9 @@ def test_a_weight_of_each_type_gives_the_logits_of_onnxruntime(kind, external, t
         (source / "model.onnx").write_bytes(model.SerializeToString())
     folder = convert(source, "model.onnx", tmp_path / "out", progress=False)
     ids = [1, 4, 9]
-    np.testing.assert_allclose(toy.found(folder, ids), toy.expected(source / "model.onnx", ids), atol=1e-4)
+    np.testing.assert_allclose(
+        toy.converted_logits(folder, ids), toy.onnxruntime_logits(source / "model.onnx", ids), atol=1e-4
+    )
 
 
 def test_a_weight_that_MLX_has_no_type_for_is_refused_by_name(tmp_path):
@@ -163,7 +165,7 @@ def sparse_file(path, size: int, at: int, data: bytes) -> None:
 
 def test_external_data_beyond_two_gigabytes_and_in_several_files(tmp_path):
     model = toy.decoder()
-    wanted_logits = toy.expected(model, [2, 3])
+    wanted_logits = toy.onnxruntime_logits(model, [2, 3])
     places = {"model.embed.weight": 2**31 + 64, "head.weight": 2**32 + 4096}
     for i, name in enumerate(("model.embed.weight", "head.weight", "onnx::MatMul_1")):
         one = toy.initializer(model, name)
@@ -174,7 +176,7 @@ def test_external_data_beyond_two_gigabytes_and_in_several_files(tmp_path):
         one.ClearField("raw_data")
     toy.write(tmp_path, model)
     folder = convert(tmp_path, "model.onnx", tmp_path / "out", progress=False)
-    np.testing.assert_allclose(toy.found(folder, [2, 3]), wanted_logits, atol=1e-4)
+    np.testing.assert_allclose(toy.converted_logits(folder, [2, 3]), wanted_logits, atol=1e-4)
 
 
 def external(tmp_path, **entries):

@@ -30,10 +30,10 @@ def test_onnxruntime_runs_such_a_graph_only_where_every_expert_is_chosen():
     all_chosen, one_token = np.random.default_rng(1).integers(0, toy.VOCAB, 16).tolist(), [3]
     model = mixtures.decoder("traced")
     np.testing.assert_array_equal(
-        toy.expected(model, all_chosen), toy.expected(mixtures.decoder("gathered"), all_chosen)
+        toy.onnxruntime_logits(model, all_chosen), toy.onnxruntime_logits(mixtures.decoder("gathered"), all_chosen)
     )
     with pytest.raises(Exception, match=r"[Ss]plit"):
-        toy.expected(model, one_token)
+        toy.onnxruntime_logits(model, one_token)
 
 
 def test_a_trace_that_lacks_experts_is_refused(tmp_path):

@@ -157,7 +157,7 @@ def without_cache() -> ModelProto:
     return model
 
 
-def expected(model: ModelProto | Path, ids: list[int]) -> np.ndarray:
+def onnxruntime_logits(model: ModelProto | Path, ids: list[int]) -> np.ndarray:
     """onnxruntime's logits [vocab] after ids."""
     import onnxruntime as ort
 
@@ -201,7 +201,7 @@ def steps(model: ModelProto, parts: list[list[int]]) -> list[np.ndarray]:
     return results
 
 
-def found(folder: Path, ids: list[int]) -> np.ndarray:
+def converted_logits(folder: Path, ids: list[int]) -> np.ndarray:
     """The converted folder's logits [vocab] after ids, one token a step."""
     from mlx_transmuter import ops
     from mlx_transmuter.model import load_folder
