@@ -58,10 +58,17 @@ def check_output_folder(out: Path, onnx_file: Path) -> None:
         return
     free = out.is_dir() and (not any(out.iterdir()) or is_converted_folder(out))
     if not free or onnx_file.resolve().is_relative_to(out.resolve()):
-        raise ConvertError(out, "something that is no converted folder", "a new folder", "choose another one")
-    if out.resolve() == Path.cwd() or out.is_mount():  # which cannot be renamed, or would leave a shell nowhere
         raise ConvertError(
-            out, "the current folder, or a disk's", "a folder that can be replaced", "name one inside it"
+            out,
+            "files that are no converted folder, or the folder of the source",
+            "a new or empty folder, or a converted one",
+            "choose another target",
+        )
+    if (
+        out.resolve() == Path.cwd() or out.is_mount()
+    ):  # these cannot be renamed, or a shell would be left in a deleted folder
+        raise ConvertError(
+            out, "the current folder, or the root of a disk", "a folder that can be replaced", "name one inside it"
         )
 
 

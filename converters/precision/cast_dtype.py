@@ -44,7 +44,12 @@ def cast_program(program: Program, dtype: str, path: Path) -> Program:
         return _cast_to_float32(program)
     probe = ShapeProbe.run(program)
     if probe is None:
-        raise ConvertError(path, f"a graph of which the types aren't known, for {dtype}", "one that can be walked")
+        raise ConvertError(
+            path,
+            f"a graph whose values have unknown types, for {dtype}",
+            "a decoder whose shapes do not depend on values",
+            "convert it as it is",
+        )
     return _HalfPrecisionCast(program, dtype, plan_float_states(program, probe), path).build_program()
 
 

@@ -51,7 +51,7 @@ class RewriteSearch(Generic[Result]):
             program, records = apply_rewrites(self.start, rewrites)
         except REWRITE_ERRORS:
             return None
-        effective = tuple(one for one, record in zip(rewrites, records, strict=True) if record.replaced_count)
+        effective = tuple(rewrite for rewrite, record in zip(rewrites, records, strict=True) if record.replaced_count)
         if effective in self._disagreeing:
             return None
         result = self.trial(program, records)

@@ -135,7 +135,7 @@ def prove_graph_rewrites(trials: GraphTrials, rewrites: tuple[Rewrite, ...]) -> 
         trials.path,
         f"a module that disagrees with its graph ({errors})",
         f"logits within {trials.tolerance:g} of their spread",
-        "report the model: its conversion is wrong and was thrown away",
+        "report the model to this project: its conversion is wrong, and was deleted",
     )
 
 

@@ -1,4 +1,4 @@
-"""The graph that a conversion is compared with: it runs over the converted module's own arrays."""
+"""Shared arrays: the graph that a conversion is compared with runs over the converted module's own arrays."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from mlx_transmuter.runtime.module import ProgramModule
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt_oss", "mixtral", "granitemoe_dynamo"])
 def test_no_weight_is_in_memory_twice(name):
-    """Joined, stacked, turned: of what a layer holds the graph has a view, which is what the file says."""
+    """Of weights that a layer has merged, stacked or transposed the graph has views, with the values of the file."""
     path = FIXTURES / name / "model.onnx"
     graph = read_onnx(path)
     graph = name_weights(graph.select_outputs(outputs(value.name for value in graph.outputs)))
-    wanted = {key: tensor.read() for key, tensor in graph.tensors.items()}
+    expected = {key: tensor.read() for key, tensor in graph.tensors.items()}
     graph = restore_traced_experts(graph, path)
-    read_again = []
+    reads = []
 
     def counted(key, tensor):
-        return replace(tensor, read=lambda: read_again.append(key) or tensor.read())
+        return replace(tensor, read=lambda: reads.append(key) or tensor.read())
 
     graph = replace(graph, tensors={key: counted(key, tensor) for key, tensor in graph.tensors.items()})
     program, _ = apply_rewrites(graph, GRAPH_REWRITES)
     module = ProgramModule(program, {key: tensor.to_device() for key, tensor in program.tensors.items()})
-    del read_again[:]
-    plain = SharedArrays.of(module).module(graph).weights()
+    del reads[:]
+    unrewritten = SharedArrays.of(module).module(graph).weights()
     matrices = {key for key, tensor in graph.tensors.items() if len(tensor.shape) > 1}
     assert matrices
-    assert not matrices & set(read_again)
+    assert not matrices & set(reads)
     for key in matrices:
-        np.testing.assert_array_equal(np.array(plain[key]), wanted[key])
+        np.testing.assert_array_equal(np.array(unrewritten[key]), expected[key])
