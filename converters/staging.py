@@ -64,9 +64,7 @@ def check_output_folder(out: Path, onnx_file: Path) -> None:
             "a new or empty folder, or a converted one",
             "choose another target",
         )
-    if (
-        out.resolve() == Path.cwd() or out.is_mount()
-    ):  # these cannot be renamed, or a shell would be left in a deleted folder
+    if out.resolve() == Path.cwd() or out.is_mount():  # it cannot be renamed, or a shell would lose its folder
         raise ConvertError(
             out, "the current folder, or the root of a disk", "a folder that can be replaced", "name one inside it"
         )
