@@ -18,28 +18,28 @@ from mlx_transmuter.converters.passes.simplify.slices_to_split import fuse_slice
 from mlx_transmuter.program import Node, Program
 
 
-def half_inside(program: Program, parts: int) -> Program:
-    """Returns the program of a half type with its logits and the first `parts` tensors of its cache in float32."""
-    cast = set(sorted(value.name for value in program.inputs if value.name.startswith("past"))[:parts])
-    given = {name.replace("past_key_values", "present") for name in cast}
-    nodes = [Node("Cast-9", (name,), (f"{name}.half",), {"to": 10}) for name in cast]
+def with_float32_cache(program: Program, count: int) -> Program:
+    """Returns a program of float16 with the first `count` tensors of its cache in float32, cast inside the graph."""
+    pasts = set(sorted(value.name for value in program.inputs if value.name.startswith("past"))[:count])
+    presents = {name.replace("past_key_values", "present") for name in pasts}
+    inner_names = {name: f"{name}.half" for name in pasts} | {name: f"{name}.inner" for name in presents}
+    nodes = [Node("Cast-9", (name,), (inner_names[name],), {"to": 10}) for name in pasts]
     for node in program.nodes:
-        inputs = tuple(
-            f"{name}.half" if name in cast else f"{name}.wide" if name in given else name for name in node.inputs
+        inputs, outputs = (
+            tuple(inner_names.get(name, name) for name in names) for names in (node.inputs, node.outputs)
         )
-        outputs_ = tuple(f"{name}.wide" if name in given else name for name in node.outputs)
-        nodes.append(replace(node, inputs=inputs, outputs=outputs_))
-    nodes += [Node("Cast-9", (f"{name}.wide",), (name,), {"to": 1}) for name in given]
+        nodes.append(replace(node, inputs=inputs, outputs=outputs))
+    nodes += [Node("Cast-9", (inner_names[name],), (name,), {"to": 1}) for name in presents]
 
-    def wide(values):
-        return tuple(replace(value, dtype="float32") if value.name in cast | given else value for value in values)
+    def in_float32(values):
+        return tuple(replace(value, dtype="float32") if value.name in inner_names else value for value in values)
 
-    return replace(program, nodes=nodes, inputs=wide(program.inputs), outputs=wide(program.outputs))
+    return replace(program, nodes=nodes, inputs=in_float32(program.inputs), outputs=in_float32(program.outputs))
 
 
 def test_a_cache_that_is_cast_to_a_half_type_is_stored_in_it():
     program, record = apply_rewrite(
-        half_inside(program_before("llama_fp16", use_half_precision_cache), 4), use_half_precision_cache
+        with_float32_cache(program_before("llama_fp16", use_half_precision_cache), 4), use_half_precision_cache
     )
     assert record.replaced_count == 8
     for value in (*program.inputs, *program.outputs):
@@ -49,7 +49,7 @@ def test_a_cache_that_is_cast_to_a_half_type_is_stored_in_it():
 
 
 def test_a_cache_with_only_some_tensors_cast_to_a_half_type_is_skipped():
-    program = half_inside(program_before("llama_fp16", use_half_precision_cache), 2)
+    program = with_float32_cache(program_before("llama_fp16", use_half_precision_cache), 2)
     assert skip_reasons(program, use_half_precision_cache) == [
         "only some tensors of the cache are cast to a half type; expected all"
     ]
@@ -57,7 +57,7 @@ def test_a_cache_with_only_some_tensors_cast_to_a_half_type_is_skipped():
 
 def test_a_cache_that_is_rounded_when_it_is_stored_stays_float32():
     """In float32 its keys are less rounded than in the graph."""
-    program = half_inside(program_before("llama_fp16", use_half_precision_cache), 4)
+    program = with_float32_cache(program_before("llama_fp16", use_half_precision_cache), 4)
     nodes = [replace(n, attrs={"to": 10}) if n.outputs[0].startswith("present") else n for n in program.nodes]
     assert apply_rewrite(replace(program, nodes=nodes), use_half_precision_cache)[1].replaced_count == 0
 
@@ -72,8 +72,8 @@ def test_equal_nodes_are_computed_once_unless_random():
         Node("Concat-4", ("b", "b"), ("h",), {"axis": 1}),
     ]  # fmt: skip
     aliases = {}
-    for answer in eliminate_common_subexpressions(GraphView(replace(program, nodes=[*program.nodes, *extra]))):
-        aliases |= answer.aliases
+    for outcome in eliminate_common_subexpressions(GraphView(replace(program, nodes=[*program.nodes, *extra]))):
+        aliases |= outcome.aliases
     assert {name: other for name, other in aliases.items() if name in "abcdefgh"} == {"b": "a", "g": "f"}
 
 
