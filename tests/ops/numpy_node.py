@@ -17,9 +17,9 @@ def run_node(op_type, inputs, attrs=None, outputs=("y",), *, opset=23):
     return results
 
 
-def assert_node_gives(op_type, inputs, truth, attrs=None, *, opset=23, tolerance=0.0):
-    """Asserts that the node's output has the shape, type and values of `truth`, within tolerance times its range."""
-    assert_outputs_close(np.asarray(truth), run_node(op_type, inputs, attrs, opset=opset)[0], tolerance)
+def assert_node_gives(op_type, inputs, expected, attrs=None, *, opset=23, tolerance=0.0):
+    """Asserts that the node's output has the shape, type and values of `expected`, within tolerance times its range."""
+    assert_outputs_close(np.asarray(expected), run_node(op_type, inputs, attrs, opset=opset)[0], tolerance)
 
 
 def operator_function(op_type, opset=23):

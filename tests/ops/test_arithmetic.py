@@ -34,10 +34,10 @@ def test_integers_divide_toward_zero(arrays):
     quotient = np.vectorize(
         lambda x, y: wrap_int32(int(abs(int(x)) // abs(int(y))) * (1 if (x < 0) == (y < 0) else -1))
     )
-    truth = (
+    expected = (
         np.array(quotient(a, b), np.int32) if np.broadcast(a, b).size else np.zeros(np.broadcast(a, b).shape, np.int32)
     )
-    assert_node_gives("Div", [a, b], truth)
+    assert_node_gives("Div", [a, b], expected)
 
 
 @SETTINGS
@@ -47,8 +47,8 @@ def test_the_sign_of_integer_remainders_follows_fmod(arrays, fmod):
     # Python's % has the divisor's sign, math.fmod the dividend's; both are exact for 32-bit integers.
     rest = np.vectorize(lambda x, y: int(math.fmod(int(x), int(y))) if fmod else int(x) % int(y))
     size = np.broadcast(a, b)
-    truth = np.array(rest(a, b), np.int32) if size.size else np.zeros(size.shape, np.int32)
-    assert_node_gives("Mod", [a, b], truth, {"fmod": int(fmod)})
+    expected = np.array(rest(a, b), np.int32) if size.size else np.zeros(size.shape, np.int32)
+    assert_node_gives("Mod", [a, b], expected, {"fmod": int(fmod)})
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.uint32])
@@ -134,10 +134,10 @@ def test_shifts(dtype, direction, data):
         return value >> count if direction == "RIGHT" else (value << count) % 2**limits.bits
 
     exact = [shifted(int(v), int(c)) for v, c in zip(x, by, strict=True)]
-    truth = (
+    expected = (
         np.array([value % 2**limits.bits for value in exact], np.uint64).astype(np.dtype(f"u{x.itemsize}")).view(dtype)
     )
-    assert_node_gives("BitShift", [x, by], truth, {"direction": direction}, opset=28)
+    assert_node_gives("BitShift", [x, by], expected, {"direction": direction}, opset=28)
 
 
 def test_bits():

@@ -105,7 +105,7 @@ def test_attention(case):
     k, v = inputs["k"], inputs["v"]
     if "past_key" in inputs:
         k, v = (np.concatenate([inputs[past], new], axis=2) for past, new in (("past_key", k), ("past_value", v)))
-    truth = brute_force_attention(
+    expected = brute_force_attention(
         inputs["q"].astype(np.float64), k, v, bias, attrs.get("scale", 0.5), attrs.get("softcap", 0)
     )
     arrays = [inputs.get(name) for name in INPUT_NAMES]
@@ -114,14 +114,14 @@ def test_attention(case):
     y, present_key, present_value = run_node(
         "Attention", arrays, attrs, ("y", "present_key", "present_value"), opset=25
     )
-    np.testing.assert_allclose(y, truth, atol=2e-6, rtol=1e-5)
+    np.testing.assert_allclose(y, expected, atol=2e-6, rtol=1e-5)
     np.testing.assert_array_equal(present_key, k)
     np.testing.assert_array_equal(present_value, v)
     # The same inputs with three axes, the heads one after another on the last.
     flat = [x if i > 2 else x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1) for i, x in enumerate(arrays)]
     heads = {"q_num_heads": inputs["q"].shape[1], "kv_num_heads": inputs["k"].shape[1]}
     (joined,) = run_node("Attention", flat, attrs | heads, opset=25)
-    np.testing.assert_allclose(joined, truth.swapaxes(1, 2).reshape(joined.shape), atol=2e-6, rtol=1e-5)
+    np.testing.assert_allclose(joined, expected.swapaxes(1, 2).reshape(joined.shape), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2, 3])
@@ -151,16 +151,16 @@ def test_rotary_embedding(interleaved, part, by_position):
     half = (part or 6) // 2
     angles = rng.normal(size=(9, half))
     positions = rng.integers(0, 9, (2, 5))
-    truth = x.copy().astype(np.float64)
+    expected = x.copy().astype(np.float64)
     for b, h, t in np.ndindex(2, 3, 5):
         for i in range(half):
             one, other = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
             turn = np.exp(1j * angles[positions[b, t], i]) * complex(x[b, h, t, one], x[b, h, t, other])
-            truth[b, h, t, one], truth[b, h, t, other] = turn.real, turn.imag
+            expected[b, h, t, one], expected[b, h, t, other] = turn.real, turn.imag
     caches = [f(angles if by_position else angles[positions]).astype(np.float32) for f in (np.cos, np.sin)]
     rest = [positions.astype(np.int64)] if by_position else []
     attrs = {"interleaved": interleaved, "rotary_embedding_dim": part}
-    np.testing.assert_allclose(run_node("RotaryEmbedding", [x, *caches, *rest], attrs)[0], truth, atol=1e-6)
+    np.testing.assert_allclose(run_node("RotaryEmbedding", [x, *caches, *rest], attrs)[0], expected, atol=1e-6)
     flat = x.swapaxes(1, 2).reshape(2, 5, 18)
     (y,) = run_node("RotaryEmbedding", [flat, *caches, *rest], attrs | {"num_heads": 3})
-    np.testing.assert_allclose(y, truth.swapaxes(1, 2).reshape(2, 5, 18), atol=1e-6)
+    np.testing.assert_allclose(y, expected.swapaxes(1, 2).reshape(2, 5, 18), atol=1e-6)

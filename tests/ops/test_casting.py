@@ -41,9 +41,9 @@ def test_casts_to_half_precision_overflow_to_infinity():
 def test_narrow_integers_wrap(to, bits, signed):
     x = np.arange(-9, 9, dtype=np.float32)
     low = x.astype(int) % 2**bits
-    truth = np.where(low >= 2 ** (bits - 1), low - 2**bits, low) if signed else low
+    expected = np.where(low >= 2 ** (bits - 1), low - 2**bits, low) if signed else low
     assert_node_gives(
-        "Cast", [x], truth.astype(np.int8 if signed else np.uint8), {"to": ELEMENT_TYPE_CODES[to]}, opset=25
+        "Cast", [x], expected.astype(np.int8 if signed else np.uint8), {"to": ELEMENT_TYPE_CODES[to]}, opset=25
     )
 
 

@@ -38,31 +38,33 @@ def numpy_gelu(x):
 
 def test_sums_with_a_bias():
     x, bias, skip = floats(1, 2, 3, 16), floats(2, 16), floats(3, 2, 3, 16)
-    (ours,) = module_outputs("BiasSplitGelu", [x, bias], {}, ("y",))
-    assert_outputs_close((x + bias)[..., :8] * numpy_gelu((x + bias)[..., 8:]), ours, 1e-6)
-    (ours,) = module_outputs("BiasAdd", [x, bias, skip], {}, ("y",))
-    assert_outputs_close(x + bias + skip, ours, 1e-6)
-    ours, mask = module_outputs("BiasDropout", [x, bias, skip], {}, ("y", "mask"))
-    assert_outputs_close(x + bias + skip, ours, 1e-6)
+    (actual,) = module_outputs("BiasSplitGelu", [x, bias], {}, ("y",))
+    assert_outputs_close((x + bias)[..., :8] * numpy_gelu((x + bias)[..., 8:]), actual, 1e-6)
+    (actual,) = module_outputs("BiasAdd", [x, bias, skip], {}, ("y",))
+    assert_outputs_close(x + bias + skip, actual, 1e-6)
+    actual, mask = module_outputs("BiasDropout", [x, bias, skip], {}, ("y", "mask"))
+    assert_outputs_close(x + bias + skip, actual, 1e-6)
     assert mask.all()
     projection = floats(4, 16, 1) / 16
-    (ours,) = module_outputs("GatedAdd", [x, skip, x, projection], {}, ("y",))
-    assert_outputs_close(x + skip / (1 + np.exp(-(x @ projection))), ours, 1e-5)
+    (actual,) = module_outputs("GatedAdd", [x, skip, x, projection], {}, ("y",))
+    assert_outputs_close(x + skip / (1 + np.exp(-(x @ projection))), actual, 1e-5)
 
 
 @pytest.mark.parametrize("limit", [0.0, 1.0])
 def test_swiglu(limit):
     gate, up = floats(1, 2, 3, 8), floats(2, 2, 3, 8)
     g, u = (np.minimum(gate, limit), np.clip(up, -limit, limit)) if limit else (gate, up)
-    truth = g / (1 + np.exp(-1.7 * g)) * (u + 0.5)
+    expected = g / (1 + np.exp(-1.7 * g)) * (u + 0.5)
     attrs = {"activation_alpha": 1.7, "activation_beta": 0.5, "limit": limit}
-    assert_outputs_close(truth, module_outputs("SwiGLU", [gate, up], attrs, ("y",))[0], 1e-6)
-    assert_outputs_close(truth, module_outputs("SwiGLU", [np.concatenate([gate, up], axis=-1)], attrs, ("y",))[0], 1e-6)
+    assert_outputs_close(expected, module_outputs("SwiGLU", [gate, up], attrs, ("y",))[0], 1e-6)
+    assert_outputs_close(
+        expected, module_outputs("SwiGLU", [np.concatenate([gate, up], axis=-1)], attrs, ("y",))[0], 1e-6
+    )
 
 
 @pytest.mark.parametrize(("bias_shape", "inner"), [((2, 1, 1, 5), 1), ((1, 1, 4, 5), 0), ((4, 5), 0)])
 def test_bias_softmax(bias_shape, inner):
     x, bias = floats(1, 2, 3, 4, 5), floats(2, *bias_shape)
-    (truth,) = onnxruntime_outputs("Softmax", [x + bias], {"axis": 3}, ("y",), domain="ai.onnx")
-    (ours,) = module_outputs("BiasSoftmax", [x, bias], {"axis": 3, "is_inner_broadcast": inner}, ("y",))
-    assert_outputs_close(truth, ours, 1e-6)
+    (expected,) = onnxruntime_outputs("Softmax", [x + bias], {"axis": 3}, ("y",), domain="ai.onnx")
+    (actual,) = module_outputs("BiasSoftmax", [x, bias], {"axis": 3, "is_inner_broadcast": inner}, ("y",))
+    assert_outputs_close(expected, actual, 1e-6)

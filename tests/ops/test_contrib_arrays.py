@@ -50,8 +50,8 @@ def test_inverse():
 def test_torch_embedding():
     """Against numpy, as onnxruntime has no CPU kernel of it."""
     weight, indices = floats(1, 5, 3), np.array([[0, 4], [2, 2]])
-    (ours,) = module_outputs("TorchEmbedding", [weight, indices], {}, ("y",))
-    np.testing.assert_array_equal(ours, weight[indices])
+    (actual,) = module_outputs("TorchEmbedding", [weight, indices], {}, ("y",))
+    np.testing.assert_array_equal(actual, weight[indices])
 
 
 @pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])

@@ -14,10 +14,10 @@ def floats(seed, *shape):
 
 
 def assert_matches_float32(op_type, inputs, attrs=None, domain="com.microsoft", tolerance=1e-2, outputs=("y",)):
-    (truth, *_) = onnxruntime_outputs(op_type, inputs, attrs or {}, outputs, domain)
+    (expected, *_) = onnxruntime_outputs(op_type, inputs, attrs or {}, outputs, domain)
     narrow = [x.astype(ml_dtypes.bfloat16) if x is not None and x.dtype == np.float32 else x for x in inputs]
-    (ours, *_) = module_outputs(op_type, narrow, attrs or {}, outputs, domain)
-    assert_outputs_close(truth, ours, tolerance)
+    (actual, *_) = module_outputs(op_type, narrow, attrs or {}, outputs, domain)
+    assert_outputs_close(expected, actual, tolerance)
 
 
 @pytest.mark.parametrize(("bits", "block"), [(4, 32), (8, 64), (4, 16), (2, 32)])

@@ -30,8 +30,8 @@ def test_mat_mul_n_bits(zero_points, bits, block):
     inputs = matmul_nbits_inputs(1, 10, k, block, bits, zero_points)
     attrs = {"K": k, "N": 10, "bits": bits, "block_size": block}
     if zero_points == "float" and bits == 8:  # onnxruntime's CPU provider has no such kernel
-        (ours,) = module_outputs("MatMulNBits", inputs, attrs, ("y",))
-        assert_outputs_close(reference_matmul_nbits(*inputs, np.arange(k) // block, bits), ours, 1e-5)
+        (actual,) = module_outputs("MatMulNBits", inputs, attrs, ("y",))
+        assert_outputs_close(reference_matmul_nbits(*inputs, np.arange(k) // block, bits), actual, 1e-5)
     else:
         assert_matches_onnxruntime("MatMulNBits", inputs, attrs)
 
@@ -66,8 +66,8 @@ def test_g_idx_in_any_order():
     attrs = {"K": 96, "N": 6, "bits": 4, "block_size": 32}
     assert_matches_onnxruntime("MatMulNBits", [a, b, scales, None, order], attrs)
     # With zero points too, onnxruntime's CPU provider computes with 8 in their place: the schema is the truth.
-    (ours,) = module_outputs("MatMulNBits", [a, b, scales, zeros, order], attrs, ("y",))
-    assert_outputs_close(reference_matmul_nbits(a, b, scales, zeros, order, 4), ours, 1e-5)
+    (actual,) = module_outputs("MatMulNBits", [a, b, scales, zeros, order], attrs, ("y",))
+    assert_outputs_close(reference_matmul_nbits(a, b, scales, zeros, order, 4), actual, 1e-5)
 
 
 @pytest.mark.parametrize("zero_points", ["none", "packed"])
@@ -136,5 +136,5 @@ def test_mat_mul_bnb4(quant_type, block):
     # onnxruntime's CPU provider has no kernel for a weight that is not transposed: its own weight is the truth.
     (weight,) = onnxruntime_outputs("MatMulBnb4", [np.eye(k, dtype=np.float32), b, absmax], attrs, ("y",))
     a = rng.normal(size=(2, 3, n)).astype(np.float32)
-    (ours,) = module_outputs("MatMulBnb4", [a, b, absmax], {**attrs, "transB": 0}, ("y",))
-    assert_outputs_close(a @ weight.T, ours, 1e-6)
+    (actual,) = module_outputs("MatMulBnb4", [a, b, absmax], {**attrs, "transB": 0}, ("y",))
+    assert_outputs_close(a @ weight.T, actual, 1e-6)

@@ -37,9 +37,9 @@ def test_states_of_the_last_tokens(seq):
         if length < 1:
             assert not states[slot].any()
             continue
-        truth = onnxruntime_outputs("CausalConvWithState", [x[..., :length], weight, None, slots[-1]], {}, OUTPUTS)
-        assert_outputs_close(truth[0], y[..., :length], 1e-6)
-        assert_outputs_close(truth[1], states[slot], 1e-6)
+        expected = onnxruntime_outputs("CausalConvWithState", [x[..., :length], weight, None, slots[-1]], {}, OUTPUTS)
+        assert_outputs_close(expected[0], y[..., :length], 1e-6)
+        assert_outputs_close(expected[1], states[slot], 1e-6)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -22,19 +22,19 @@ def lstm_inputs(directions, by_channel, dtype, extras):
     shape = (directions, 4 * HIDDEN) if by_channel else (directions,)
     weights = [rng.integers(info.min, info.max, size=(directions, n, 4 * HIDDEN)).astype(dtype) for n in (IN, HIDDEN)]
     zero = np.full(shape, 0 if dtype == np.int8 else 128, dtype=dtype)
-    found = [floats(2, TIME, BATCH, IN), *weights]
+    inputs = [floats(2, TIME, BATCH, IN), *weights]
     if extras:
-        found += [floats(3, directions, 8 * HIDDEN), np.array([5, 2, 4], dtype=np.int32)]
-        found += [
+        inputs += [floats(3, directions, 8 * HIDDEN), np.array([5, 2, 4], dtype=np.int32)]
+        inputs += [
             floats(4, directions, BATCH, HIDDEN),
             floats(5, directions, BATCH, HIDDEN),
             floats(6, directions, 3 * HIDDEN),
         ]
     else:
-        found += [None] * 5
+        inputs += [None] * 5
     for seed in (7, 8):
-        found += [np.random.default_rng(seed).uniform(0.002, 0.006, size=shape).astype(np.float32), zero]
-    return found
+        inputs += [np.random.default_rng(seed).uniform(0.002, 0.006, size=shape).astype(np.float32), zero]
+    return inputs
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])

@@ -46,11 +46,11 @@ def test_fused_gemm(trans_a, trans_b, activation):
 def test_operators_without_an_onnxruntime_cpu_kernel():
     a, b, bias = floats(1, 2, 4, 6), floats(2, 6, 5), floats(3, 5)
     (product,) = onnxruntime_outputs("FusedMatMul", [a, b], {"alpha": 0.5}, ("y",))
-    (ours,) = module_outputs("FusedMatMulActivation", [a, b], {"alpha": 0.5, "activation": "Relu"}, ("y",))
-    assert_outputs_close(np.maximum(product, 0), ours, 1e-6)
-    (truth,) = onnxruntime_outputs("FastGelu", [a @ b, bias], {}, ("y",))
-    (ours,) = module_outputs("GemmFastGelu", [a, b, bias], {}, ("y",))
-    assert_outputs_close(truth, ours, 1e-5)
+    (actual,) = module_outputs("FusedMatMulActivation", [a, b], {"alpha": 0.5, "activation": "Relu"}, ("y",))
+    assert_outputs_close(np.maximum(product, 0), actual, 1e-6)
+    (expected,) = onnxruntime_outputs("FastGelu", [a @ b, bias], {}, ("y",))
+    (actual,) = module_outputs("GemmFastGelu", [a, b, bias], {}, ("y",))
+    assert_outputs_close(expected, actual, 1e-5)
 
 
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, "Clip"])
@@ -66,10 +66,10 @@ def test_fused_conv(extra, activation):
     z = [floats(4, *plain.shape)] if extra else []
     assert_matches_onnxruntime("FusedConv", [x, w, bias, *z], attrs)
     # onnxruntime has no CPU kernel of the channels-last form here: the same, turned, is its truth.
-    (truth,) = onnxruntime_outputs("FusedConv", [x, w, bias, *z], attrs, ("y",))
+    (expected,) = onnxruntime_outputs("FusedConv", [x, w, bias, *z], attrs, ("y",))
     turned = [np.moveaxis(x, 1, -1).copy(), w, bias, *(np.moveaxis(a, 1, -1).copy() for a in z)]
-    (ours,) = module_outputs("NhwcFusedConv", turned, attrs, ("y",))
-    assert_outputs_close(np.moveaxis(truth, 1, -1), ours, 1e-5)
+    (actual,) = module_outputs("NhwcFusedConv", turned, attrs, ("y",))
+    assert_outputs_close(np.moveaxis(expected, 1, -1), actual, 1e-5)
     if not extra and not activation:
-        (ours,) = module_outputs("NhwcConv", turned, attrs, ("y",))
-        assert_outputs_close(np.moveaxis(truth, 1, -1), ours, 1e-5)
+        (actual,) = module_outputs("NhwcConv", turned, attrs, ("y",))
+        assert_outputs_close(np.moveaxis(expected, 1, -1), actual, 1e-5)

@@ -91,10 +91,10 @@ FEATURES = {
 )
 def test_group_query_attention(feature, past_lengths, seq, capacity):
     case = GroupQueryCase(len(feature), past_lengths, seq, capacity, **FEATURES[feature])
-    truth = onnxruntime_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES)
-    ours = module_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES, host_inputs=(6,))
-    assert_outputs_close(truth[0], ours[0], 1e-5)
-    for name, a, b in zip(OUTPUT_NAMES[1:], truth[1:], ours[1:], strict=True):
+    expected = onnxruntime_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES)
+    actual = module_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES, host_inputs=(6,))
+    assert_outputs_close(expected[0], actual[0], 1e-5)
+    for name, a, b in zip(OUTPUT_NAMES[1:], expected[1:], actual[1:], strict=True):
         assert a.shape == b.shape
         for row, length in enumerate(case.lengths):  # what lies past a row's length is unspecified
             assert_outputs_close(a[row, :, :length], b[row, :, :length], 1e-6, name)
@@ -102,14 +102,14 @@ def test_group_query_attention(feature, past_lengths, seq, capacity):
 
 def assert_matches_onnxruntime_rows(case, outputs=OUTPUT_NAMES, tolerance=1e-5, host=(6,)):
     """Asserts that the attention and the filled columns of the buffers agree with onnxruntime's."""
-    truth = onnxruntime_outputs("GroupQueryAttention", case.inputs, case.attrs, outputs)
-    ours = module_outputs("GroupQueryAttention", case.inputs, case.attrs, outputs, host_inputs=host)
-    assert_outputs_close(truth[0], ours[0], tolerance)
-    for name, a, b in zip(outputs[1:3], truth[1:], ours[1:], strict=False):
+    expected = onnxruntime_outputs("GroupQueryAttention", case.inputs, case.attrs, outputs)
+    actual = module_outputs("GroupQueryAttention", case.inputs, case.attrs, outputs, host_inputs=host)
+    assert_outputs_close(expected[0], actual[0], tolerance)
+    for name, a, b in zip(outputs[1:3], expected[1:], actual[1:], strict=False):
         assert a.shape == b.shape
         for row, length in enumerate(case.lengths):  # what lies past a row's length is unspecified
             assert_outputs_close(a[row, :, :length], b[row, :, :length], tolerance, name)
-    return truth, ours
+    return expected, actual
 
 
 @pytest.mark.parametrize("feature", ["rotary", "window", "softcap", "smooth softmax", "bias"])
@@ -141,24 +141,24 @@ def test_prompts_padded_on_the_right():
     case = GroupQueryCase(5, (0, 0, 0), 6, 0, rotary=True, local_window_size=4)
     case.lengths = np.array([6, 2, 4])
     case.inputs[5] = (case.lengths - 1).astype(np.int32)
-    truth = onnxruntime_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES)
-    ours = module_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES, host_inputs=(6,))
+    expected = onnxruntime_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES)
+    actual = module_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES, host_inputs=(6,))
     for row, length in enumerate(case.lengths):
-        assert_outputs_close(truth[0][row, :length], ours[0][row, :length], 1e-5)
-        assert_outputs_close(truth[1][row, :, :length], ours[1][row, :, :length], 1e-6, "present_key")
+        assert_outputs_close(expected[0][row, :length], actual[0][row, :length], 1e-5)
+        assert_outputs_close(expected[1][row, :, :length], actual[1][row, :, :length], 1e-6, "present_key")
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_each_row_of_a_ragged_batch_equals_the_row_alone(feature):
     """onnxruntime takes several tokens on a past for one row only: expected are its outputs row by row."""
     case = GroupQueryCase(6, (3, 0, 7), 4, 16, **FEATURES[feature])
-    ours = module_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES, host_inputs=(6,))
+    actual = module_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES, host_inputs=(6,))
     for b, length in enumerate(case.lengths):
         alone = case.single_row(b)
-        truth = onnxruntime_outputs("GroupQueryAttention", alone.inputs, alone.attrs, OUTPUT_NAMES)
-        assert_outputs_close(truth[0][0], ours[0][b], 1e-5)
-        assert_outputs_close(truth[1][0, :, :length], ours[1][b, :, :length], 1e-6, "present_key")
-        assert_outputs_close(truth[2][0, :, :length], ours[2][b, :, :length], 1e-6, "present_value")
+        expected = onnxruntime_outputs("GroupQueryAttention", alone.inputs, alone.attrs, OUTPUT_NAMES)
+        assert_outputs_close(expected[0][0], actual[0][b], 1e-5)
+        assert_outputs_close(expected[1][0, :, :length], actual[1][b, :, :length], 1e-6, "present_key")
+        assert_outputs_close(expected[2][0, :, :length], actual[2][b, :, :length], 1e-6, "present_value")
 
 
 def test_a_total_known_only_when_the_step_runs():
@@ -171,8 +171,8 @@ def test_unfilled_columns_of_the_buffers_are_never_read():
     for past in (3, 4):
         for row, past_length in enumerate(case.past_lengths):
             case.inputs[past][row, :, past_length:] = 1e30
-    _, ours = assert_matches_onnxruntime_rows(case)
-    assert np.isfinite(ours[0]).all()
+    _, actual = assert_matches_onnxruntime_rows(case)
+    assert np.isfinite(actual[0]).all()
 
 
 def test_query_seqlens():
@@ -182,11 +182,11 @@ def test_query_seqlens():
     case.inputs[5] = (case.lengths - 1).astype(np.int32)
     case.inputs[6] = np.array(12, dtype=np.int32)
     case.inputs += [None] * 5 + [real]
-    truth = onnxruntime_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES)
-    ours = module_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES, host_inputs=(6,))
+    expected = onnxruntime_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES)
+    actual = module_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES, host_inputs=(6,))
     for row, length in enumerate(case.lengths):
-        assert_outputs_close(truth[0][row, : real[row]], ours[0][row, : real[row]], 1e-5)
-        assert_outputs_close(truth[1][row, :, :length], ours[1][row, :, :length], 1e-6, "present_key")
+        assert_outputs_close(expected[0][row, : real[row]], actual[0][row, : real[row]], 1e-5)
+        assert_outputs_close(expected[1][row, :, :length], actual[1][row, :, :length], 1e-6, "present_key")
 
 
 def test_not_causal():
@@ -197,9 +197,9 @@ def test_not_causal():
 @pytest.mark.parametrize("stage", [1, 2])
 def test_scores(stage):
     case = GroupQueryCase(12, (0, 0), 4, 0, qk_output=stage, softcap=2.0)
-    truth, ours = assert_matches_onnxruntime_rows(case, outputs=(*OUTPUT_NAMES, "output_qk"))
+    expected, actual = assert_matches_onnxruntime_rows(case, outputs=(*OUTPUT_NAMES, "output_qk"))
     seen = np.tril(np.ones((4, 4), dtype=bool))  # the hidden scores are unspecified
-    assert_outputs_close(truth[3][..., seen], ours[3][..., seen], 1e-5)
+    assert_outputs_close(expected[3][..., seen], actual[3][..., seen], 1e-5)
 
 
 def test_query_and_key_norms():
@@ -214,17 +214,17 @@ def test_query_and_key_norms():
             "SimplifiedLayerNormalization", [heads, weight], {"epsilon": epsilon, "axis": -1}, ("y",), domain="ai.onnx"
         )
         plain[i] = normed.reshape(plain[i].shape)
-    truth = onnxruntime_outputs(
+    expected = onnxruntime_outputs(
         "GroupQueryAttention", plain, {k: v for k, v in case.attrs.items() if k != "q_norm_epsilon"}, OUTPUT_NAMES
     )
-    ours = module_outputs(
+    actual = module_outputs(
         "GroupQueryAttention",
         [*case.inputs, None, None, None, q_norm, k_norm],
         case.attrs,
         OUTPUT_NAMES,
         host_inputs=(6,),
     )
-    assert_outputs_close(truth[0], ours[0], 1e-5)
+    assert_outputs_close(expected[0], actual[0], 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -261,13 +261,13 @@ def test_random_cases(data):
         max(past_lengths) + seq + data.draw(st.integers(0, 3)),
         **attrs,
     )
-    ours = module_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES, host_inputs=(6,))
+    actual = module_outputs("GroupQueryAttention", case.inputs, case.attrs, OUTPUT_NAMES, host_inputs=(6,))
     for b, length in enumerate(case.lengths):
         alone = case.single_row(b)
-        truth = onnxruntime_outputs("GroupQueryAttention", alone.inputs, alone.attrs, OUTPUT_NAMES)
-        assert_outputs_close(truth[0][0], ours[0][b], 1e-5)
-        assert_outputs_close(truth[1][0, :, :length], ours[1][b, :, :length], 1e-6, "present_key")
-        assert_outputs_close(truth[2][0, :, :length], ours[2][b, :, :length], 1e-6, "present_value")
+        expected = onnxruntime_outputs("GroupQueryAttention", alone.inputs, alone.attrs, OUTPUT_NAMES)
+        assert_outputs_close(expected[0][0], actual[0][b], 1e-5)
+        assert_outputs_close(expected[1][0, :, :length], actual[1][b, :, :length], 1e-6, "present_key")
+        assert_outputs_close(expected[2][0, :, :length], actual[2][b, :, :length], 1e-6, "present_value")
 
 
 @pytest.mark.usefixtures("compiling")

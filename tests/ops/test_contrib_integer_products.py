@@ -58,19 +58,21 @@ def test_q_attention(columns, unidirectional, past):
 def test_mat_mul_integer_16():
     assert_matches_onnxruntime("MatMulInteger16", [integers(1, np.int16, 3, 40), integers(2, np.int16, 40, 5)])
     a, b = integers(1, np.uint16, 3, 40), integers(2, np.uint16, 40, 5)  # onnxruntime has no kernel of unsigned ones
-    (ours,) = module_outputs("MatMulInteger16", [a, b], {}, ("y",))
-    np.testing.assert_array_equal(ours, a.astype(np.uint32) @ b.astype(np.uint32))
+    (actual,) = module_outputs("MatMulInteger16", [a, b], {}, ("y",))
+    np.testing.assert_array_equal(actual, a.astype(np.uint32) @ b.astype(np.uint32))
 
 
 def test_sums_and_products_of_integers():
     """Against numpy, as onnxruntime has no CPU kernel of them."""
     a, b = integers(1, np.int8, 2, 3, 4), integers(2, np.int8, 3, 1)
-    (ours,) = module_outputs("MulInteger", [a, np.array(3, dtype=np.int8), b, np.array(-5, dtype=np.int8)], {}, ("y",))
-    np.testing.assert_array_equal(ours, (a.astype(np.int32) - 3) * (b.astype(np.int32) + 5))
+    (actual,) = module_outputs(
+        "MulInteger", [a, np.array(3, dtype=np.int8), b, np.array(-5, dtype=np.int8)], {}, ("y",)
+    )
+    np.testing.assert_array_equal(actual, (a.astype(np.int32) - 3) * (b.astype(np.int32) + 5))
     for x in (a, a.view(np.uint8)):
-        (ours,) = module_outputs("ReduceSumInteger", [x], {"axes": [0, -1], "keepdims": 0}, ("y",))
-        np.testing.assert_array_equal(ours, x.astype(np.int64).sum(axis=(0, 2)))
-        assert ours.dtype == (np.int32 if x.dtype == np.int8 else np.uint32)
+        (actual,) = module_outputs("ReduceSumInteger", [x], {"axes": [0, -1], "keepdims": 0}, ("y",))
+        np.testing.assert_array_equal(actual, x.astype(np.int64).sum(axis=(0, 2)))
+        assert actual.dtype == (np.int32 if x.dtype == np.int8 else np.uint32)
 
 
 @pytest.mark.parametrize("mask", [False, True])

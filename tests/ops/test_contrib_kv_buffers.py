@@ -17,14 +17,14 @@ def test_each_row_is_written_from_its_own_start(data):
     starts = [data.draw(st.integers(0, capacity - seq)) for _ in range(batch)]
     rng = np.random.default_rng(batch + 7 * seq)
     past, rows = rng.normal(size=(batch, 2, length, 3)), rng.normal(size=(batch, 2, seq, 3))
-    truth = np.zeros((batch, 2, capacity, 3), dtype=np.float32)
-    truth[:, :, :length] = past
+    expected = np.zeros((batch, 2, capacity, 3), dtype=np.float32)
+    expected[:, :, :length] = past
     for row, start in enumerate(starts):
-        truth[row, :, start : start + seq] = rows[row]
+        expected[row, :, start : start + seq] = rows[row]
     given_past = mx.array(past.astype(np.float32))
-    ours = write_to_buffer(given_past, mx.array(rows.astype(np.float32)), mx.array(starts, dtype=mx.int32), capacity)
+    actual = write_to_buffer(given_past, mx.array(rows.astype(np.float32)), mx.array(starts, dtype=mx.int32), capacity)
     if capacity > seq or length:  # else the rows are the whole buffer, wherever they start
-        np.testing.assert_array_equal(np.array(ours), truth)
+        np.testing.assert_array_equal(np.array(actual), expected)
     np.testing.assert_array_equal(np.array(given_past), past.astype(np.float32))
 
 
@@ -45,12 +45,12 @@ def test_a_write_allocates_no_memory_of_the_size_of_the_buffer(batch):
 
 @pytest.mark.usefixtures("compiling")
 def test_a_number_is_known_unless_the_step_computes_it():
-    found = []
+    values = []
 
     def step(number):
-        found.append((value_if_known(number, -1), value_if_known(mx.array(7), -1), value_if_known(None, -1)))
+        values.append((value_if_known(number, -1), value_if_known(mx.array(7), -1), value_if_known(None, -1)))
         return number
 
     mx.compile(step)(mx.array(5))
     step(mx.array(5))
-    assert found == [(-1, 7, -1), (5, 7, -1)]
+    assert values == [(-1, 7, -1), (5, 7, -1)]

@@ -90,9 +90,9 @@ def test_states_of_the_last_tokens(seq):
             assert not states[slot].any()
             continue
         prefix = [slots[-1] if i == 3 else x[:, :length] for i, x in enumerate(case)]
-        truth = onnxruntime_outputs("LinearAttention", prefix, linear_attention_attrs(), OUTPUTS)
-        assert_outputs_close(truth[0], y[:, :length], 2e-5)
-        assert_outputs_close(truth[1], states[slot], 2e-5)
+        expected = onnxruntime_outputs("LinearAttention", prefix, linear_attention_attrs(), OUTPUTS)
+        assert_outputs_close(expected[0], y[:, :length], 2e-5)
+        assert_outputs_close(expected[1], states[slot], 2e-5)
 
 
 def test_float16():

@@ -59,13 +59,13 @@ def test_separate_and_concatenated_gates():
     x, router = floats(1, 7, HIDDEN, spread=1), floats(2, 7, EXPERTS, spread=2)
     fc1, bias1, fc2, bias2 = dense_weights(True)
     attrs = {"k": 2, "activation_type": "swiglu", "activation_alpha": 1.2, "activation_beta": 0.5}
-    (truth,) = onnxruntime_outputs("MoE", [x, router, fc1, bias1, fc2, bias2], {**attrs, "swiglu_fusion": 1}, ("y",))
+    (expected,) = onnxruntime_outputs("MoE", [x, router, fc1, bias1, fc2, bias2], {**attrs, "swiglu_fusion": 1}, ("y",))
     gate, up, gate_bias, up_bias = fc1[:, 0::2], fc1[:, 1::2], bias1[:, 0::2], bias1[:, 1::2]
     side = [np.concatenate([gate, up], axis=1), np.concatenate([gate_bias, up_bias], axis=1)]
-    (ours,) = module_outputs("MoE", [x, router, *side, fc2, bias2], {**attrs, "swiglu_fusion": 2}, ("y",))
-    assert_outputs_close(truth, ours, 3e-6)
-    (ours,) = module_outputs("MoE", [x, router, gate, gate_bias, fc2, bias2, up, up_bias], attrs, ("y",))
-    assert_outputs_close(truth, ours, 3e-6)
+    (actual,) = module_outputs("MoE", [x, router, *side, fc2, bias2], {**attrs, "swiglu_fusion": 2}, ("y",))
+    assert_outputs_close(expected, actual, 3e-6)
+    (actual,) = module_outputs("MoE", [x, router, gate, gate_bias, fc2, bias2, up, up_bias], attrs, ("y",))
+    assert_outputs_close(expected, actual, 3e-6)
 
 
 def quantized_weights(seed, rows, columns, bits, block, zero_points):

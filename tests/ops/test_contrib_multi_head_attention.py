@@ -86,14 +86,14 @@ def test_multi_head_attention_scores():
 def test_packed_projections():
     """Against separate projections, as onnxruntime's CPU provider has no packed ones."""
     q, k, v = (floats(i, B, S, H, D) for i in range(3))
-    (truth,) = onnxruntime_outputs(
+    (expected,) = onnxruntime_outputs(
         "MultiHeadAttention", [x.reshape(B, S, -1) for x in (q, k, v)], {"num_heads": H}, ("y",)
     )
-    (ours,) = module_outputs("MultiHeadAttention", [np.stack([q, k, v], axis=3)], {"num_heads": H}, ("y",))
-    assert_outputs_close(truth, ours, 1e-5)
+    (actual,) = module_outputs("MultiHeadAttention", [np.stack([q, k, v], axis=3)], {"num_heads": H}, ("y",))
+    assert_outputs_close(expected, actual, 1e-5)
     packed = [q.reshape(B, S, -1), np.stack([k, v], axis=3)]
-    (ours,) = module_outputs("MultiHeadAttention", packed, {"num_heads": H}, ("y",))
-    assert_outputs_close(truth, ours, 1e-5)
+    (actual,) = module_outputs("MultiHeadAttention", packed, {"num_heads": H}, ("y",))
+    assert_outputs_close(expected, actual, 1e-5)
 
 
 def test_a_fully_masked_row_gives_no_nan():
@@ -145,10 +145,13 @@ def buffer_inputs(seq, mask=False, bias=False):
 
 
 def assert_written_part_close(op_type, inputs, attrs, outputs=OUTPUT_NAMES):
-    truth, ours = onnxruntime_outputs(op_type, inputs, attrs, outputs), module_outputs(op_type, inputs, attrs, outputs)
-    assert_outputs_close(truth[0], ours[0], 1e-5)
+    expected, actual = (
+        onnxruntime_outputs(op_type, inputs, attrs, outputs),
+        module_outputs(op_type, inputs, attrs, outputs),
+    )
+    assert_outputs_close(expected[0], actual[0], 1e-5)
     written = PAST_LENGTH + inputs[0].shape[1]
-    for a, b in zip(truth[1:3], ours[1:3], strict=True):
+    for a, b in zip(expected[1:3], actual[1:3], strict=True):
         assert a.shape == b.shape
         assert_outputs_close(a[:, :, :written], b[:, :, :written], 1e-6)
 
@@ -184,10 +187,10 @@ def test_decoder_masked_multi_head_cross_attention():
 
 def test_decoder_masked_scores():
     inputs, attrs = buffer_inputs(1), {"num_heads": H, "past_present_share_buffer": 1, "output_qk": 1}
-    (*_, truth) = onnxruntime_outputs(
+    (*_, expected) = onnxruntime_outputs(
         "DecoderMaskedMultiHeadAttention", inputs, attrs, (*OUTPUT_NAMES, "qk"), output_types={"qk": 1}
     )
-    (*_, ours) = module_outputs(
+    (*_, actual) = module_outputs(
         "DecoderMaskedMultiHeadAttention", inputs, attrs, (*OUTPUT_NAMES, "qk"), host_inputs=(7,)
     )
-    assert_outputs_close(truth, ours, 1e-5)
+    assert_outputs_close(expected, actual, 1e-5)

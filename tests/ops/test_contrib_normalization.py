@@ -90,16 +90,16 @@ def test_group_norm(skip, channels_last, activation):
     added = None if skip is None else floats(4, *skip)
     total = last if added is None else last + (added if added.ndim == 4 else added[:, None, None])
     by_channel = [np.moveaxis(total, -1, 1).copy(), gamma, beta]
-    (truth,) = onnxruntime_outputs(
+    (expected,) = onnxruntime_outputs(
         "GroupNormalization", by_channel, {"num_groups": 3, "epsilon": 1e-3}, ("y",), domain="ai.onnx"
     )
-    truth = truth / (1 + np.exp(-truth)) if activation else truth
+    expected = expected / (1 + np.exp(-expected)) if activation else expected
     attrs |= {"activation": activation, "channels_last": channels_last}
     inputs = [last if channels_last else x, gamma, beta]
     if added is None:
-        (ours,) = module_outputs("GroupNorm", inputs, attrs, ("y",))
+        (actual,) = module_outputs("GroupNorm", inputs, attrs, ("y",))
     else:
         added = added if channels_last or added.ndim == 2 else np.moveaxis(added, -1, 1).copy()
-        ours, sums = module_outputs("SkipGroupNorm", [*inputs, added], attrs, ("y", "sum"))
+        actual, sums = module_outputs("SkipGroupNorm", [*inputs, added], attrs, ("y", "sum"))
         assert_outputs_close(total if channels_last else by_channel[0], sums, 1e-6)
-    assert_outputs_close(np.moveaxis(truth, 1, -1) if channels_last else truth, ours, 1e-5)
+    assert_outputs_close(np.moveaxis(expected, 1, -1) if channels_last else expected, actual, 1e-5)

@@ -38,18 +38,18 @@ def test_paged_attention(feature):
     sink = floats(8, HEADS) if feature == "sink" else None
     given = [np.concatenate([q, k, v], axis=1), None, None] if feature == "packed" else [q, k, v]
     inputs = [*given, *caches, bounds, PAST_LENGTHS.astype(np.int32), BLOCK_TABLE, *tables, None, sink]
-    ours = module_outputs("PagedAttention", inputs, attrs, OUTPUTS)
+    actual = module_outputs("PagedAttention", inputs, attrs, OUTPUTS)
     stored = [cache.reshape(-1, KV, DIM).copy() for cache in caches]
     for row in range(3):
         part, total = slice(bounds[row], bounds[row + 1]), PAST_LENGTHS[row] + NEW_LENGTHS[row]
         past = [s[token_slots(row, PAST_LENGTHS[row])].swapaxes(0, 1)[None] for s in stored]
         alone = [x[None, part] for x in (q, k, v)] + past
         alone += [np.array([total - 1], dtype=np.int32), np.array(total, dtype=np.int32), *tables, None, None, sink]
-        truth = onnxruntime_outputs("GroupQueryAttention", alone, attrs, ("y", "k", "v"))
-        assert_outputs_close(truth[0][0], ours[0][part], 1e-5)
-        for s, present in zip(stored, truth[1:], strict=True):
+        expected = onnxruntime_outputs("GroupQueryAttention", alone, attrs, ("y", "k", "v"))
+        assert_outputs_close(expected[0][0], actual[0][part], 1e-5)
+        for s, present in zip(stored, expected[1:], strict=True):
             s[token_slots(row, total)] = present[0].swapaxes(0, 1)
-    for s, cache in zip(stored, ours[1:], strict=True):
+    for s, cache in zip(stored, actual[1:], strict=True):
         assert_outputs_close(s.reshape(cache.shape), cache, 1e-6)
 
 
@@ -74,8 +74,8 @@ def test_tokens_with_slot_minus_one_are_not_stored():
         ]
         _, *stored = module_outputs("PagedAttention", inputs, attrs, OUTPUTS)
         for cache, rows, after in zip(caches, (k, v), stored, strict=True):
-            truth = cache.reshape(-1, KV, DIM).copy()
+            expected = cache.reshape(-1, KV, DIM).copy()
             for token, slot in enumerate(mapping):
                 if slot >= 0:
-                    truth[slot] = rows[token].reshape(KV, DIM)
-            np.testing.assert_array_equal(after, truth.reshape(cache.shape))
+                    expected[slot] = rows[token].reshape(KV, DIM)
+            np.testing.assert_array_equal(after, expected.reshape(cache.shape))

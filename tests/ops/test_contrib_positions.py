@@ -31,9 +31,9 @@ def test_relative_position_bias(length, bidirectional):
     by_head = floats(1, heads, buckets)
     lengths = [np.array(length), np.array(length)]
     attrs = {"max_distance": 128, "is_bidirectional": bidirectional}
-    (ours,) = module_outputs("RelativePositionBias", [by_head.reshape(buckets, heads), *lengths], attrs, ("y",))
+    (actual,) = module_outputs("RelativePositionBias", [by_head.reshape(buckets, heads), *lengths], attrs, ("y",))
     places = [[t5_bucket(j - i, bidirectional, buckets, 128) for j in range(length)] for i in range(length)]
-    np.testing.assert_array_equal(ours, by_head[:, np.array(places)][None])
+    np.testing.assert_array_equal(actual, by_head[:, np.array(places)][None])
 
 
 def test_gated_relative_position_bias():
@@ -45,13 +45,13 @@ def test_gated_relative_position_bias():
     )
     weight, bias, eco_a = floats(4, dim, width), floats(5, width), floats(6, 1, heads, 1, 1)
     inputs = [query, query_bias, rel_pos, weight, bias, eco_a]
-    (ours,) = module_outputs("GatedRelativePositionBias", inputs, {"num_heads": heads}, ("y",))
-    truth = np.zeros((batch, heads, seq, seq), dtype=np.float32)
+    (actual,) = module_outputs("GatedRelativePositionBias", inputs, {"num_heads": heads}, ("y",))
+    expected = np.zeros((batch, heads, seq, seq), dtype=np.float32)
     for b, h, i in np.ndindex(batch, heads, seq):
         row = (query + query_bias)[b, i, h * dim : (h + 1) * dim] @ weight + bias
         u, r = (1 / (1 + math.exp(-half.sum())) for half in (row[: width // 2], row[width // 2 :]))
-        truth[b, h, i] = (u * (r * eco_a[0, h, 0, 0] - 1) + 2) * rel_pos[0, h, i]
-    assert_outputs_close(truth, ours, 1e-5)
+        expected[b, h, i] = (u * (r * eco_a[0, h, 0, 0] - 1) + 2) * rel_pos[0, h, i]
+    assert_outputs_close(expected, actual, 1e-5)
 
 
 @pytest.mark.parametrize(("layout", "section"), [(0, [2, 1, 1]), (0, [1, 0, 3]), (1, [2, 1, 1]), (1, [2, 2, 0])])
@@ -70,9 +70,9 @@ def test_gemma_rotary_embedding():
     angles, q, k = floats(1, 2, 5, 4), floats(2, 2, 3, 5, 8), floats(3, 2, 3, 5, 8)
     emb = np.concatenate([angles, angles], axis=-1)
     turned = [np.concatenate([-x[..., 4:], x[..., :4]], axis=-1) for x in (q, k)]
-    ours = module_outputs("GemmaRotaryEmbedding", [emb, q, turned[0], k, turned[1]], {}, ("q", "k"))
+    actual = module_outputs("GemmaRotaryEmbedding", [emb, q, turned[0], k, turned[1]], {}, ("q", "k"))
     for row in range(2):
         tables = [np.cos(angles[row]), np.sin(angles[row])]
-        for x, y in zip((q, k), ours, strict=True):
-            (truth,) = onnxruntime_outputs("RotaryEmbedding", [x[row : row + 1], np.array([0]), *tables], {}, ("y",))
-            assert_outputs_close(truth[0], y[row], 1e-6)
+        for x, y in zip((q, k), actual, strict=True):
+            (expected,) = onnxruntime_outputs("RotaryEmbedding", [x[row : row + 1], np.array([0]), *tables], {}, ("y",))
+            assert_outputs_close(expected[0], y[row], 1e-6)

@@ -17,11 +17,11 @@ def scale_and_zero_point(seed, dtype, scale=0.03):
 
 
 def assert_within_one_step(op_type, inputs, attrs=None, most=1):
-    (truth,) = onnxruntime_outputs(op_type, inputs, attrs or {}, ("y",))
-    (ours,) = module_outputs(op_type, inputs, attrs or {}, ("y",))
-    assert ours.shape == truth.shape
-    assert ours.dtype == truth.dtype
-    steps = np.abs(ours.astype(np.int32) - truth.astype(np.int32))
+    (expected,) = onnxruntime_outputs(op_type, inputs, attrs or {}, ("y",))
+    (actual,) = module_outputs(op_type, inputs, attrs or {}, ("y",))
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    steps = np.abs(actual.astype(np.int32) - expected.astype(np.int32))
     assert steps.max() <= most
     assert (steps > 0).mean() <= 0.02  # ties are few
 
@@ -101,11 +101,11 @@ def test_reduce_mean():
     """Against numpy, as onnxruntime has no CPU kernel of it."""
     x = integers(1, np.uint8, 2, 3, 4)
     inputs = [x, np.array(0.1, dtype=np.float32), np.array(9, dtype=np.uint8), np.array(0.05, dtype=np.float32)]
-    (ours,) = module_outputs(
+    (actual,) = module_outputs(
         "QLinearReduceMean", [*inputs, np.array(100, dtype=np.uint8)], {"axes": [1], "keepdims": 1}, ("y",)
     )
     mean = (x.astype(np.float64) - 9).mean(axis=1, keepdims=True) * 0.1
-    np.testing.assert_allclose(ours, np.clip(np.rint(mean / 0.05) + 100, 0, 255), atol=1)
+    np.testing.assert_allclose(actual, np.clip(np.rint(mean / 0.05) + 100, 0, 255), atol=1)
 
 
 @pytest.mark.parametrize("channels_last", [0, 1])

@@ -67,13 +67,13 @@ def test_sparse_attention(held, seq, layouts, packed, rotary):
     if rotary is not None:
         inputs += [floats(6, CAPACITY, DIM // 2), floats(7, CAPACITY, DIM // 2)]
         attrs |= {"do_rotary": 1, "rotary_interleaved": rotary}
-    ours = module_outputs("SparseAttention", inputs, attrs, OUTPUTS)
+    actual = module_outputs("SparseAttention", inputs, attrs, OUTPUTS)
     for row, length in enumerate(lengths):  # one by one: onnxruntime mixes up the heads of rows of different lengths
         alone = [
             x[row : row + 1].copy() if i in (0, 1, 2, 3, 4, 8) and x is not None else x for i, x in enumerate(inputs)
         ]
         alone[7] = lengths[row : row + 1]
-        truth = shared_buffer_outputs(alone, attrs)
-        assert_outputs_close(truth[0][0], ours[0][row], 1e-5)
-        for a, b in zip(truth[1:], ours[1:], strict=True):
+        expected = shared_buffer_outputs(alone, attrs)
+        assert_outputs_close(expected[0][0], actual[0][row], 1e-5)
+        for a, b in zip(expected[1:], actual[1:], strict=True):
             assert_outputs_close(a[0, :, :length], b[row, :, :length], 1e-6)

@@ -100,11 +100,11 @@ def test_a_scan_runs_along_an_axis_in_either_direction(backward):
     attrs |= {"scan_output_axes": [1], "scan_output_directions": [backward]}
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     scan = make_module([Node("Scan-9", ("start", "x"), ("last", "y"), attrs)], ("start", "x"), ("last", "y"))
-    found = scan(start=mx.zeros(2), x=mx.array(x))
+    actual = scan(start=mx.zeros(2), x=mx.array(x))
     turned = x[:, ::-1] if backward else x
     sums = np.cumsum(turned, axis=1)
-    assert found["last"].tolist() == sums[:, -1].tolist()
-    assert found["y"].tolist() == (sums[:, ::-1] if backward else sums).tolist()
+    assert actual["last"].tolist() == sums[:, -1].tolist()
+    assert actual["y"].tolist() == (sums[:, ::-1] if backward else sums).tolist()
 
 
 def test_sequences_hold_arrays():
@@ -117,9 +117,9 @@ def test_sequences_hold_arrays():
         Node("ConcatFromSequence-11", ("two",), ("y",), {"axis": 0}),
         Node("SequenceLength-11", ("three",), ("count",)),
     ]
-    found = make_module(nodes, ("x",), ("y", "count"), constants)(x=mx.array([1.0, 2.0, 3.0]))
-    assert found["y"].tolist() == [2.0, 3.0, 1.0]
-    assert found["count"].item() == 3
+    actual = make_module(nodes, ("x",), ("y", "count"), constants)(x=mx.array([1.0, 2.0, 3.0]))
+    assert actual["y"].tolist() == [2.0, 3.0, 1.0]
+    assert actual["count"].item() == 3
 
 
 def test_optionals():
@@ -130,5 +130,5 @@ def test_optionals():
         Node("OptionalHasElement-15", ("none",), ("b",)),
         Node("OptionalGetElement-15", ("some",), ("y",)),
     ]
-    found = make_module(nodes, ("x",), ("a", "b", "y"))(x=mx.array([4.0]))
-    assert (found["a"].item(), found["b"].item(), found["y"].item()) == (True, False, 4.0)
+    actual = make_module(nodes, ("x",), ("a", "b", "y"))(x=mx.array([4.0]))
+    assert (actual["a"].item(), actual["b"].item(), actual["y"].item()) == (True, False, 4.0)

@@ -19,9 +19,11 @@ from numpy_node import assert_node_gives, operator_function, run_node
     ],
 )
 def test_ranges(dtype, start, limit, delta):
-    truth = np.arange(start, limit, delta)
+    expected = np.arange(start, limit, delta)
     held = np.int32 if dtype == np.int64 else dtype
-    assert_node_gives("Range", [np.array(v, dtype) for v in (start, limit, delta)], truth.astype(held), tolerance=1e-6)
+    assert_node_gives(
+        "Range", [np.array(v, dtype) for v in (start, limit, delta)], expected.astype(held), tolerance=1e-6
+    )
 
 
 def test_a_range_of_halves_is_computed_in_single():
@@ -31,8 +33,8 @@ def test_a_range_of_halves_is_computed_in_single():
 
 def test_constant_of_shape():
     for value in (np.array([7], np.int64), np.array([True]), np.array([-1.5], np.float16)):
-        truth = np.full((2, 3), value[0])
-        assert_node_gives("ConstantOfShape", [np.array([2, 3])], truth, {"value": value})
+        expected = np.full((2, 3), value[0])
+        assert_node_gives("ConstantOfShape", [np.array([2, 3])], expected, {"value": value})
     assert_node_gives("ConstantOfShape", [np.array([], np.int64)], np.float32(0))
     assert_node_gives("ConstantOfShape", [np.array([2, 0])], np.zeros((2, 0), np.float32))
 
@@ -47,12 +49,12 @@ def test_constants_stay_on_the_host():
 @pytest.mark.parametrize("axis", [-1, 0, 1])
 def test_one_hot(axis):
     indices = np.array([[0, -1, 5], [-4, 3, 1]], np.int64)
-    truth = np.full((2, 3, 4), 2.0, np.float32)
+    expected = np.full((2, 3, 4), 2.0, np.float32)
     for at in np.ndindex(2, 3):
         if -4 <= indices[at] < 4:
-            truth[(*at, indices[at] % 4)] = 5
-    truth = np.moveaxis(truth, -1, axis)
-    assert_node_gives("OneHot", [indices, np.array(4), np.array([2, 5], np.float32)], truth, {"axis": axis})
+            expected[(*at, indices[at] % 4)] = 5
+    expected = np.moveaxis(expected, -1, axis)
+    assert_node_gives("OneHot", [indices, np.array(4), np.array([2, 5], np.float32)], expected, {"axis": axis})
 
 
 @pytest.mark.parametrize("k", [-2, 0, 1, 9])
@@ -66,8 +68,8 @@ def test_is_inf_by_sign():
     x = np.array([-np.inf, -1, 0, np.inf, np.nan], np.float32)
     for negative in (0, 1):
         for positive in (0, 1):
-            truth = (np.isneginf(x) & bool(negative)) | (np.isposinf(x) & bool(positive))
-            assert_node_gives("IsInf", [x], truth, {"detect_negative": negative, "detect_positive": positive})
+            expected = (np.isneginf(x) & bool(negative)) | (np.isposinf(x) & bool(positive))
+            assert_node_gives("IsInf", [x], expected, {"detect_negative": negative, "detect_positive": positive})
     assert_node_gives("IsNaN", [x], np.isnan(x))
 
 

@@ -104,11 +104,11 @@ def test_softmax_gradients():
     for shape in (8, 300), (32, 1024):
         x, by = (mx.array(draw.normal(size=shape).astype(np.float32)) for _ in "xb")
 
-        def ours(x, by=by):
+        def actual(x, by=by):
             weights, sums = softmax_numerator_and_sum(x)
             return ((weights if sums is None else weights / sums) * by).sum()
 
-        found, wanted = mx.grad(ours)(x), mx.grad(lambda x, by=by: (mx.softmax(x, axis=-1) * by).sum())(x)
+        found, wanted = mx.grad(actual)(x), mx.grad(lambda x, by=by: (mx.softmax(x, axis=-1) * by).sum())(x)
         np.testing.assert_allclose(np.array(found), np.array(wanted), rtol=1e-5, atol=1e-7)
 
 

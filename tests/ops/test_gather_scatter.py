@@ -36,12 +36,12 @@ def test_gather_elements(shape, data):
     x, axis = arange_of_shape(shape), data.draw(st.integers(-len(shape), len(shape) - 1))
     wanted = [data.draw(st.integers(0, 5 if i == axis % len(shape) else n)) for i, n in enumerate(shape)]
     indices = draw_indices(data, tuple(wanted), shape[axis])
-    truth = np.zeros(wanted, np.float32)
+    expected = np.zeros(wanted, np.float32)
     for at in np.ndindex(*wanted):
         source = list(at)
         source[axis] = indices[at]
-        truth[at] = x[tuple(source)]
-    assert_node_gives("GatherElements", [x, indices], truth, {"axis": axis})
+        expected[at] = x[tuple(source)]
+    assert_node_gives("GatherElements", [x, indices], expected, {"axis": axis})
 
 
 @SETTINGS
@@ -54,10 +54,10 @@ def test_gather_nd(shape, data):
     columns = [draw_indices(data, lead, n) for n in shape[batch_dims : batch_dims + k]]
     indices = np.stack(columns, axis=-1)
     x = arange_of_shape(shape)
-    truth = np.zeros((*lead, *shape[batch_dims + k :]), np.float32)
+    expected = np.zeros((*lead, *shape[batch_dims + k :]), np.float32)
     for at in np.ndindex(*lead):
-        truth[at] = x[(*at[:batch_dims], *indices[at])]
-    assert_node_gives("GatherND", [x, indices], truth, {"batch_dims": batch_dims})
+        expected[at] = x[(*at[:batch_dims], *indices[at])]
+    assert_node_gives("GatherND", [x, indices], expected, {"batch_dims": batch_dims})
 
 
 REDUCTIONS = {
@@ -80,12 +80,12 @@ def test_scatter_nd(shape, reduction, data):
     indices = np.array(chosen, np.int64).reshape(-1, k)
     flip = data.draw(hnp.arrays(bool, indices.shape))
     updates = -2 * arange_of_shape((len(chosen), *shape[k:]))
-    truth = x.copy()
+    expected = x.copy()
     for at, update in zip(chosen, updates, strict=True):
         for rest in np.ndindex(*shape[k:]):
-            truth[(*at, *rest)] = REDUCTIONS[reduction](truth[(*at, *rest)], update[rest])
+            expected[(*at, *rest)] = REDUCTIONS[reduction](expected[(*at, *rest)], update[rest])
     signed = np.where(flip, indices - np.array(shape[:k]), indices)
-    assert_node_gives("ScatterND", [x, signed, updates], truth, {"reduction": reduction}, tolerance=1e-6)
+    assert_node_gives("ScatterND", [x, signed, updates], expected, {"reduction": reduction}, tolerance=1e-6)
 
 
 @SETTINGS
@@ -105,13 +105,13 @@ def test_scatter_elements(shape, reduction, data):
     else:
         indices = draw_indices(data, wanted, shape[along])
     x, updates = arange_of_shape(shape), -2 * arange_of_shape(wanted)
-    truth = x.copy()
+    expected = x.copy()
     for at in np.ndindex(*wanted):
         target = list(at)
         target[along] = indices[at]
-        truth[tuple(target)] = REDUCTIONS[reduction](truth[tuple(target)], updates[at])
+        expected[tuple(target)] = REDUCTIONS[reduction](expected[tuple(target)], updates[at])
     assert_node_gives(
-        "ScatterElements", [x, indices, updates], truth, {"axis": axis, "reduction": reduction}, tolerance=1e-6
+        "ScatterElements", [x, indices, updates], expected, {"axis": axis, "reduction": reduction}, tolerance=1e-6
     )
 
 
@@ -121,12 +121,12 @@ def test_tensor_scatter(batch, count, room, mode, data):
     capacity = count + room
     x, updates = arange_of_shape((batch, 2, capacity, 3)), -arange_of_shape((batch, 2, count, 3))
     first = [data.draw(st.integers(0, 3 * capacity if mode == "circular" else room)) for _ in range(batch)]
-    truth = x.copy()
+    expected = x.copy()
     for row in range(batch):
         for i in range(count):
-            truth[row, :, (first[row] + i) % capacity] = updates[row, :, i]
-    assert_node_gives("TensorScatter", [x, updates, np.array(first, np.int64)], truth, {"mode": mode}, opset=24)
-    assert_node_gives("TensorScatter", [x.swapaxes(1, 2), updates.swapaxes(1, 2), np.array(first, np.int64)], truth.swapaxes(1, 2),
+            expected[row, :, (first[row] + i) % capacity] = updates[row, :, i]
+    assert_node_gives("TensorScatter", [x, updates, np.array(first, np.int64)], expected, {"mode": mode}, opset=24)
+    assert_node_gives("TensorScatter", [x.swapaxes(1, 2), updates.swapaxes(1, 2), np.array(first, np.int64)], expected.swapaxes(1, 2),
          {"mode": mode, "axis": 1}, opset=24)  # fmt: skip
 
 
@@ -135,11 +135,11 @@ def test_compress_and_reverse():
     assert_node_gives("Compress", [x, np.array([True, False, True])], x[[0, 2]], {"axis": 0})
     assert_node_gives("Compress", [x, np.array([False, True, False, False, False, True])], x.reshape(-1)[[1, 5]])
     lengths = np.array([1, 3, 0, 2], np.int64)
-    truth = x.copy()
+    expected = x.copy()
     for column, n in enumerate(lengths):
-        truth[:n, column] = x[:n, column][::-1]
-    assert_node_gives("ReverseSequence", [x, lengths], truth)
-    assert_node_gives("ReverseSequence", [x.T, lengths], truth.T, {"batch_axis": 0, "time_axis": 1})
+        expected[:n, column] = x[:n, column][::-1]
+    assert_node_gives("ReverseSequence", [x, lengths], expected)
+    assert_node_gives("ReverseSequence", [x.T, lengths], expected.T, {"batch_axis": 0, "time_axis": 1})
 
 
 def test_known_indices_out_of_range_raise():

@@ -28,9 +28,9 @@ def test_rotary_multiplies_pairs_as_complex_numbers(interleaved, rows, heads, se
     pairs = x[..., ::2] + 1j * x[..., 1::2] if interleaved else x[..., :half] + 1j * x[..., half:]
     pairs = pairs * np.exp(1j * angles)
     parts = [pairs.real, pairs.imag]
-    wanted = np.stack(parts, -1).reshape(x.shape) if interleaved else np.concatenate(parts, -1)
+    expected = np.stack(parts, -1).reshape(x.shape) if interleaved else np.concatenate(parts, -1)
     tables = np.repeat(angles, 2, -1) if interleaved else np.concatenate([angles, angles], -1)
     if turned:
-        x, tables, wanted = (array.swapaxes(1, 2) for array in (x, tables, wanted))
-    found = rotary(*(mx.array(array) for array in (x, np.cos(tables), np.sin(tables))), interleaved=interleaved)
-    np.testing.assert_allclose(np.array(found), wanted, atol=1e-5)
+        x, tables, expected = (array.swapaxes(1, 2) for array in (x, tables, expected))
+    actual = rotary(*(mx.array(array) for array in (x, np.cos(tables), np.sin(tables))), interleaved=interleaved)
+    np.testing.assert_allclose(np.array(actual), expected, atol=1e-5)

@@ -24,9 +24,9 @@ def random_array(*shape: int) -> mx.array:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_linear_equals_the_layer(shape, bias):
     layer, x = nn.Linear(6, 4, bias=bias), random_array(*shape)
-    found, wanted = np.array(linear(x, layer)), np.array(layer(x))
-    assert found.shape == wanted.shape
-    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    actual, expected = np.array(linear(x, layer)), np.array(layer(x))
+    assert actual.shape == expected.shape
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -50,9 +50,9 @@ def test_quantised_products_equal_the_layer(shape, bits, group, kind):
         nn.QuantizedEmbedding.from_embedding(table, group, bits),
     )
     near = {"rtol": 1e-5, "atol": 1e-5} if kind == mx.float32 else {"rtol": 1e-2, "atol": 1e-2}
-    for found, wanted in ((linear(x, few), few(x)), (as_linear(x, head), head.as_linear(x))):
-        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
-        np.testing.assert_allclose(np.array(found), np.array(wanted), **near)
+    for actual, expected in ((linear(x, few), few(x)), (as_linear(x, head), head.as_linear(x))):
+        assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+        np.testing.assert_allclose(np.array(actual), np.array(expected), **near)
 
 
 def rounding_bound(kind: mx.Dtype, terms: int) -> float:
@@ -69,14 +69,14 @@ def test_linear_with_residual_agrees_with_numpy(shape, bias, kind):
     layer, x = nn.Linear(6, 4, bias=bias), random_array(*shape).astype(kind)
     layer.set_dtype(kind)
     to = (8 * random_array(*shape[:-1], 4, 1)[..., 0]).astype(kind)
-    found = linear(x, layer, to)
-    assert (found.shape, found.dtype) == (to.shape, kind)
+    actual = linear(x, layer, to)
+    assert (actual.shape, actual.dtype) == (to.shape, kind)
     x, to, weight, more = (
         np.array(one.astype(mx.float32)).astype(np.float64)
         for one in (x, to, layer.weight, layer.get("bias", mx.zeros(4)))
     )
     bound = rounding_bound(kind, 9) * (np.abs(x) @ np.abs(weight.T) + np.abs(more) + np.abs(to))
-    assert (np.abs(np.array(found.astype(mx.float32)) - (x @ weight.T + more + to)) <= bound).all()
+    assert (np.abs(np.array(actual.astype(mx.float32)) - (x @ weight.T + more + to)) <= bound).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 64), (2, 1, 64), (3, 1, 64), (1, 9, 64), (2, 5, 64), (0, 3, 64)], ids=str)
@@ -92,9 +92,9 @@ def test_quantised_linear_with_residual_is_their_sum(shape, bias, kind):
     )
     to = to.astype(kind)
     near = {"rtol": 1e-5, "atol": 1e-5} if kind == mx.float32 else {"rtol": 1e-2, "atol": 1e-2}
-    found, wanted = linear(x, layer, to), layer(x) + to
-    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
-    np.testing.assert_allclose(np.array(found), np.array(wanted), **near)
+    actual, expected = linear(x, layer, to), layer(x) + to
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    np.testing.assert_allclose(np.array(actual), np.array(expected), **near)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -108,21 +108,21 @@ def test_a_residual_of_another_type_keeps_the_type_of_the_product(kinds, rows):
         random_array(rows, 5, 4).astype(other),
     )
     layer.set_dtype(kind)
-    found, wanted = linear(x, layer, to), linear(x, layer) + to
-    assert found.dtype == wanted.dtype == mx.float32
-    assert mx.array_equal(found, wanted)
+    actual, expected = linear(x, layer, to), linear(x, layer) + to
+    assert actual.dtype == expected.dtype == mx.float32
+    assert mx.array_equal(actual, expected)
 
 
-@pytest.mark.parametrize(("rows", "wanted"), [(1, ["AddMM"]), (3, ["AddMM", "Flatten", "Flatten", "Unflatten"])])
+@pytest.mark.parametrize(("rows", "expected"), [(1, ["AddMM"]), (3, ["AddMM", "Flatten", "Flatten", "Unflatten"])])
 @pytest.mark.parametrize("seq", [1, 5])
-def test_linear_with_residual_is_one_operation(rows, wanted, seq):
+def test_linear_with_residual_is_one_operation(rows, expected, seq):
     """Views around it are free; a separate sum, or a matrix repeated for each row, would be another pass."""
     layer = nn.Linear(6, 4, bias=False)
     mx.eval(layer)
     step, text = mx.compile(lambda x, to: linear(x, layer, to)), io.StringIO()
     mx.export_to_dot(text, step(mx.zeros((rows, seq, 6)), mx.zeros((rows, seq, 4))))
     made = re.findall(r'label ?= ?"([A-Z]\w*)"', text.getvalue())
-    assert sorted(one for one in made if one not in ("Broadcast", "Full", "AsType")) == wanted
+    assert sorted(one for one in made if one not in ("Broadcast", "Full", "AsType")) == expected
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -137,19 +137,19 @@ def test_linear_with_residual_has_gradients(rows):
         return linear(x, layer, to)
 
     weight = layer.weight
-    found = mx.grad(lambda *given: loss(*given, own), argnums=(0, 1, 2))(weight, x, to)
-    wanted = mx.grad(lambda *given: loss(*given, lambda x, to: layer(x) + to), argnums=(0, 1, 2))(weight, x, to)
-    for one, other in zip(found, wanted, strict=True):
+    actual = mx.grad(lambda *given: loss(*given, own), argnums=(0, 1, 2))(weight, x, to)
+    expected = mx.grad(lambda *given: loss(*given, lambda x, to: layer(x) + to), argnums=(0, 1, 2))(weight, x, to)
+    for one, other in zip(actual, expected, strict=True):
         assert mx.abs(other).max() > 0.1
         np.testing.assert_allclose(np.array(one), np.array(other), rtol=1e-5, atol=1e-5)
 
 
 def test_weights_may_be_arguments_as_in_training():
     layer, x = nn.Linear(6, 4), random_array(1, 3, 6)
-    found = nn.value_and_grad(layer, lambda x: linear(x, layer).square().sum())(x)
-    wanted = nn.value_and_grad(layer, lambda x: layer(x).square().sum())(x)
+    actual = nn.value_and_grad(layer, lambda x: linear(x, layer).square().sum())(x)
+    expected = nn.value_and_grad(layer, lambda x: layer(x).square().sum())(x)
     for name in ("weight", "bias"):
-        np.testing.assert_allclose(np.array(found[1][name]), np.array(wanted[1][name]), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(np.array(actual[1][name]), np.array(expected[1][name]), rtol=1e-5, atol=1e-5)
 
 
 def test_a_replaced_layer_is_called():

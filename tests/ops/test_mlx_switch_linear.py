@@ -48,15 +48,15 @@ def reference_mixture(x, indices, scores, up, down) -> np.ndarray:
     weights = [
         (dequantized_weight(one), np.array(one.get("bias", mx.zeros(1)).astype(mx.float32))) for one in (up, down)
     ]
-    wanted = np.zeros((len(x), weights[1][0].shape[1]))
+    expected = np.zeros((len(x), weights[1][0].shape[1]))
     for t, chosen in enumerate(np.array(indices).reshape(-1, k)):
         for score, e in zip(scores[t], chosen, strict=True):
             inner = x[t]
             for i, (weight, bias) in enumerate(weights):
                 inner = weight[e][:, : len(inner)] @ inner + (bias[e] if bias.ndim > 1 else 0)
                 inner = np.maximum(inner, 0) if i == 0 else inner
-            wanted[t] += score * inner
-    return wanted
+            expected[t] += score * inner
+    return expected
 
 
 @given(
@@ -82,11 +82,11 @@ def test_each_token_uses_its_experts(experts, k, lead, spread, bias, bits, kind,
     indices = mx.array(draw.integers(0, experts if spread else 1, (*lead, k)), mx.int32)
     scores = mx.array(draw.integers(-2, 3, (*lead, k)) / 2).astype(kind)
 
-    found = run_mixture(x, indices, scores, up, down)
-    wanted = reference_mixture(x, indices, scores, up, down)
-    assert (found.shape, found.dtype) == (wanted.shape, kind)
-    far = np.abs(np.array(found.astype(mx.float32)) - wanted).max(initial=0)
-    assert far <= TOLERANCES[kind] * (1 + np.abs(wanted).max(initial=0))
+    actual = run_mixture(x, indices, scores, up, down)
+    expected = reference_mixture(x, indices, scores, up, down)
+    assert (actual.shape, actual.dtype) == (expected.shape, kind)
+    far = np.abs(np.array(actual.astype(mx.float32)) - expected).max(initial=0)
+    assert far <= TOLERANCES[kind] * (1 + np.abs(expected).max(initial=0))
 
 
 @pytest.mark.parametrize("tokens", [1, MIN_SORTED_CHOICES // 2 - 1, MIN_SORTED_CHOICES // 2, 200])
@@ -111,8 +111,8 @@ def test_an_incomplete_last_group_is_padded_with_zeros():
     )
     x = mx.array(draw.normal(size=(5, 40)), mx.float32)
     indices, scores = mx.array(draw.integers(0, 3, (5, 2)), mx.int32), mx.ones((5, 2))
-    found = run_mixture(x, indices, scores, up, down, pad=24)
-    np.testing.assert_allclose(np.array(found), reference_mixture(x, indices, scores, up, down), atol=1e-5)
+    actual = run_mixture(x, indices, scores, up, down, pad=24)
+    np.testing.assert_allclose(np.array(actual), reference_mixture(x, indices, scores, up, down), atol=1e-5)
 
 
 def test_nn_quantize_quantises_switch_layers():

@@ -54,8 +54,8 @@ def test_scales_that_broadcast():
 def test_statistics_of_half_precision_inputs_are_float32():
     x = (1000 + 100 * floats(2, 8)).astype(np.float16)
     wide = x.astype(np.float64)
-    truth = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5)  # its squares overflow a half
-    assert_node_gives("RMSNormalization", [x, np.ones(8, np.float16)], truth.astype(np.float16), tolerance=2e-3)
+    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5)  # its squares overflow a half
+    assert_node_gives("RMSNormalization", [x, np.ones(8, np.float16)], expected.astype(np.float16), tolerance=2e-3)
 
 
 def test_batch_norm():

@@ -37,10 +37,10 @@ def test_top_k(x, kind, largest, data):
 @given(x=arrays, last=st.booleans(), keepdims=st.booleans(), data=st.data())
 def test_arg(kind, find, x, last, keepdims, data):
     axis = data.draw(st.integers(-x.ndim, x.ndim - 1))
-    truth = x.shape[axis] - 1 - find(np.flip(x, axis), axis=axis) if last else find(x, axis=axis)
-    truth = np.expand_dims(truth, axis) if keepdims else truth
+    expected = x.shape[axis] - 1 - find(np.flip(x, axis), axis=axis) if last else find(x, axis=axis)
+    expected = np.expand_dims(expected, axis) if keepdims else expected
     attrs = {"axis": axis, "keepdims": int(keepdims), "select_last_index": int(last)}
-    assert_node_gives(kind, [x], np.asarray(truth, np.int64), attrs)
+    assert_node_gives(kind, [x], np.asarray(expected, np.int64), attrs)
 
 
 @SETTINGS
@@ -54,10 +54,10 @@ def test_cumulative_sums_and_products(x, exclusive, backward, data):
         if exclusive:
             first = np.full_like(np.take(turned, [0], axis=axis), unit)
             turned = np.concatenate([first, np.delete(turned, -1, axis=axis)], axis=axis)
-        truth = run_over(turned, axis=axis)
-        truth = np.flip(truth, axis) if backward else truth
+        expected = run_over(turned, axis=axis)
+        expected = np.flip(expected, axis) if backward else expected
         assert_node_gives(
-            kind, [x, np.array(axis, np.int64)], truth.astype(np.float32), attrs, opset=26, tolerance=1e-6
+            kind, [x, np.array(axis, np.int64)], expected.astype(np.float32), attrs, opset=26, tolerance=1e-6
         )
 
 

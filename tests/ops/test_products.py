@@ -35,11 +35,11 @@ def test_gemm(turned, c):
     a, b = rng.normal(size=(3, 2)).astype(np.float32), rng.normal(size=(2, 4)).astype(np.float32)
     given = [a.T if turned[0] else a, b.T if turned[1] else b]
     attrs = {"transA": turned[0], "transB": turned[1], "alpha": 0.5, "beta": -2.0}
-    truth = 0.5 * (a @ b)
+    expected = 0.5 * (a @ b)
     if c is not None:
         given.append(np.asarray(rng.normal(size=c), np.float32))
-        truth = truth - 2 * given[-1]
-    assert_node_gives("Gemm", given, truth, attrs, tolerance=1e-6)
+        expected = expected - 2 * given[-1]
+    assert_node_gives("Gemm", given, expected, attrs, tolerance=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -76,14 +76,14 @@ def test_4_bit_types(kind):
     x, scale = floats(1, 4, 6), scales(2, 4, 3)
     zero_point = np.random.default_rng(3).integers(low, high, size=(4, 3)).astype(dtype)
     attrs = {"axis": 1, "block_size": 2}
-    (ours,) = module_outputs(
+    (actual,) = module_outputs(
         "QuantizeLinear", [x, scale, zero_point], {**attrs, "output_dtype": kind}, ("y",), domain="ai.onnx"
     )
     blocks = [np.repeat(values, 2, axis=1) for values in (scale, zero_point)]
-    np.testing.assert_array_equal(ours, np.clip(np.rint(x / blocks[0]) + blocks[1], low, high))
+    np.testing.assert_array_equal(actual, np.clip(np.rint(x / blocks[0]) + blocks[1], low, high))
     assert_matches_onnxruntime(
         "DequantizeLinear",
-        [ours, scale, zero_point],
+        [actual, scale, zero_point],
         attrs,
         tolerance=1e-7,
         domain="ai.onnx",
@@ -156,13 +156,13 @@ def test_conv_integer(attrs, x_shape, w_shape):
 def test_conv_integer_with_a_zero_point_per_channel():
     """Channel by channel, as onnxruntime takes one zero point for all of them."""
     x, w, zero_points = integers(1, np.uint8, 1, 3, 5, 5), integers(2, np.uint8, 4, 3, 2, 2), integers(3, np.uint8, 4)
-    (ours,) = module_outputs(
+    (actual,) = module_outputs(
         "ConvInteger", [x, w, np.array(7, dtype=np.uint8), zero_points], {}, ("y",), domain="ai.onnx"
     )
     for i, zero_point in enumerate(zero_points):
         inputs = [x, w[i : i + 1], np.array(7, dtype=np.uint8), np.array(zero_point)]
-        (truth,) = onnxruntime_outputs("ConvInteger", inputs, {}, ("y",), domain="ai.onnx")
-        np.testing.assert_array_equal(ours[:, i : i + 1], truth)
+        (expected,) = onnxruntime_outputs("ConvInteger", inputs, {}, ("y",), domain="ai.onnx")
+        np.testing.assert_array_equal(actual[:, i : i + 1], expected)
 
 
 @pytest.mark.parametrize(("attrs", "x_shape", "w_shape"), CONVS)

@@ -42,13 +42,13 @@ def test_axes(kind, shape, data):
     axes = tuple(sorted(data.draw(st.sets(st.integers(0, len(shape) - 1), min_size=1))))
     signed = [axis - len(shape) if data.draw(st.booleans()) else axis for axis in axes]
     keepdims = data.draw(st.booleans())
-    truth = numpy_reduction(function, empty, x, axes, keepdims)
+    expected = numpy_reduction(function, empty, x, axes, keepdims)
     tolerance = 1e-5 if x.dtype == np.float32 else 4e-3
     assert_node_gives(
-        kind, [x, np.array(signed, np.int64)], truth, {"keepdims": int(keepdims)}, opset=since, tolerance=tolerance
+        kind, [x, np.array(signed, np.int64)], expected, {"keepdims": int(keepdims)}, opset=since, tolerance=tolerance
     )
     assert_node_gives(
-        kind, [x], truth, {"axes": signed, "keepdims": int(keepdims)}, opset=since - 1, tolerance=tolerance
+        kind, [x], expected, {"axes": signed, "keepdims": int(keepdims)}, opset=since - 1, tolerance=tolerance
     )
 
 

@@ -90,8 +90,8 @@ def test_expand_and_tile(x, data):
     lead = data.draw(st.lists(st.integers(0, 2), max_size=2))
     # A 1 in the shape keeps the array's size.
     asked = [1 if data.draw(st.booleans()) and n == m else n for n, m in zip(target, x.shape, strict=True)]
-    truth = np.broadcast_to(x, [*lead, *[m if n == 1 else n for n, m in zip(asked, x.shape, strict=True)]])
-    assert_node_gives("Expand", [x, int64_array(*lead, *asked)], truth)
+    expected = np.broadcast_to(x, [*lead, *[m if n == 1 else n for n, m in zip(asked, x.shape, strict=True)]])
+    assert_node_gives("Expand", [x, int64_array(*lead, *asked)], expected)
     repeats = [data.draw(st.integers(0, 3)) for _ in x.shape]
     assert_node_gives("Tile", [x, int64_array(*repeats)], np.tile(x, repeats))
 
@@ -120,9 +120,9 @@ def test_concat_undoes_split(x, data):
 def test_split_by_num_outputs(size, parts, sizes):
     x = np.arange(size, dtype=np.float32)
     names = tuple(f"y{i}" for i in range(parts))
-    found = run_node("Split", [x], {"num_outputs": parts}, names, opset=18)
-    assert [part.size for part in found] == sizes
-    np.testing.assert_array_equal(np.concatenate(found), x)
+    actual = run_node("Split", [x], {"num_outputs": parts}, names, opset=18)
+    assert [part.size for part in actual] == sizes
+    np.testing.assert_array_equal(np.concatenate(actual), x)
 
 
 @SETTINGS
@@ -137,9 +137,9 @@ def test_pad_and_crop(x, mode, data):
         full[axis] = width
     crop = tuple(slice(max(-low, 0), n - max(-high, 0)) for n, (low, high) in zip(x.shape, full, strict=True))
     more = {"constant_values": -1.5} if mode == "constant" else {}
-    truth = np.pad(x[crop], [(max(low, 0), max(high, 0)) for low, high in full], mode=mode, **more)
+    expected = np.pad(x[crop], [(max(low, 0), max(high, 0)) for low, high in full], mode=mode, **more)
     pads = int64_array(*(low for low, _ in widths), *(high for _, high in widths))
-    assert_node_gives("Pad", [x, pads, np.float32(-1.5), int64_array(*axes)], truth, {"mode": mode})
+    assert_node_gives("Pad", [x, pads, np.float32(-1.5), int64_array(*axes)], expected, {"mode": mode})
 
 
 @SETTINGS
