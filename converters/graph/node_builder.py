@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,15 +10,6 @@ import numpy as np
 
 from mlx_transmuter.ops import ELEMENT_TYPE_CODES
 from mlx_transmuter.program import Node
-
-
-def unique_name(name: str, taken: Container[str]) -> str:
-    """Returns `name`, or where it is taken the first of `name_2`, `name_3`, … that is not."""
-    unique, number = name, 1
-    while unique in taken:
-        number += 1
-        unique = f"{name}_{number}"
-    return unique
 
 
 def cast_output(node: Node, dtype: str) -> tuple[Node, Node]:

@@ -12,7 +12,7 @@ import pytest
 from mlx_transmuter import converters
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
 from mlx_transmuter.converters.graph.layer_view import LayerView, name_arrays
-from mlx_transmuter.converters.graph.node_builder import NodeBuilder, unique_name
+from mlx_transmuter.converters.graph.node_builder import NodeBuilder
 from mlx_transmuter.converters.graph.patterns import (
     AnyOf,
     ConstantScalar,
@@ -221,11 +221,6 @@ def test_the_node_builder_names_what_it_adds_after_its_prefix():
         "y.a.sizes": [1, 2], "y.heads.shape": [0, 0, 4, -1],
     }  # fmt: skip
     assert all(node.op in OPERATORS for node in builder.nodes)
-
-
-def test_a_unique_name_is_the_first_that_is_free():
-    assert unique_name("a", ()) == "a"
-    assert unique_name("a", {"a", "a_2", "a_4"}) == "a_3"
 
 
 def test_every_operator_of_a_set_is_declared():
