@@ -22,7 +22,7 @@ from mlx_transmuter.runtime.cache_session import CacheSession
 from mlx_transmuter.runtime.decoder import Decoder
 
 NEW_TOKENS = 4
-TEXT = np.random.default_rng(7).integers(3, 60, 80).tolist()
+TOKENS = np.random.default_rng(7).integers(3, 60, 80).tolist()
 OPTIONS = {"eos_token_id": None, "do_sample": False, "max_new_tokens": NEW_TOKENS, "token_logprobs": True}
 
 
@@ -45,15 +45,17 @@ def computed_counts(monkeypatch):
 
 def poison(cache: PromptCache) -> None:
     """Writes NaN into every row of the pools without a stored token: no step may read one."""
-    store = cache.kv_cache
-    held = slots_of_blocks([block.number for block in store.block_manager.stored_blocks()], store.block_size)
-    arrays = store.pools.take()
-    for i, kind in enumerate(store.pool_specs):
+    kv_cache = cache.kv_cache
+    stored_slots = slots_of_blocks(
+        [block.number for block in kv_cache.block_manager.stored_blocks()], kv_cache.block_size
+    )
+    arrays = kv_cache.pools.take()
+    for i, spec in enumerate(kv_cache.pool_specs):
         free = np.ones(arrays[i].shape[0], bool)
-        free[store.pool_rows(held, kind.heads)] = False
-        arrays[i] = mx.where(mx.array(free)[:, None], mx.array(np.nan, kind.dtype), arrays[i])
-    store.pools.put(arrays)
-    store.pools.evaluate()
+        free[kv_cache.pool_rows(stored_slots, spec.heads)] = False
+        arrays[i] = mx.where(mx.array(free)[:, None], mx.array(np.nan, spec.dtype), arrays[i])
+    kv_cache.pools.put(arrays)
+    kv_cache.pools.evaluate()
 
 
 def assert_same_results(found, expected) -> None:
@@ -74,12 +76,12 @@ def test_a_second_prompt_computes_its_tail_alone(name, block, loaded, computed_c
     model = loaded(name)
     gen = compile_model(model)
     generate_uncached = functools.cache(lambda *prompt: generation.generate(gen, [prompt], [0]))
-    for kept in block_border_lengths(block):
-        for common in sorted({1, *block_border_lengths(block), kept} & set(range(1, kept + 1))):
-            other = [*TEXT[:common], 2, *TEXT[40:43]]
-            for prompt in (other, TEXT[:common]):
+    for cached_length in block_border_lengths(block):
+        for common in sorted({1, *block_border_lengths(block), cached_length} & set(range(1, cached_length + 1))):
+            other = [*TOKENS[:common], 2, *TOKENS[40:43]]
+            for prompt in (other, TOKENS[:common]):
                 cache = PromptCache(model, block=block)
-                generation.generate(gen, [TEXT[:kept]], [0], prompt_cache=cache)
+                generation.generate(gen, [TOKENS[:cached_length]], [0], prompt_cache=cache)
                 poison(cache)
                 computed_counts.clear()
                 found = generation.generate(gen, [prompt], [0], prompt_cache=cache)
@@ -133,10 +135,10 @@ def test_a_graph_without_pools_shares_prefixes_too(name, mode, block, computed_c
     model = Model(plain(name))
     gen = compile_model(model, 2, Decoder(model.decoder, 2, cache_mode=mode))
     cache = PromptCache(model, block=block)
-    generation.generate(gen, [TEXT[:9], TEXT[20:24]], [0, 0], prompt_cache=cache)
+    generation.generate(gen, [TOKENS[:9], TOKENS[20:24]], [0, 0], prompt_cache=cache)
     poison(cache)
     computed_counts.clear()
-    prompts = [TEXT[:12], [*TEXT[20:24], *TEXT[50:58]]]
+    prompts = [TOKENS[:12], [*TOKENS[20:24], *TOKENS[50:58]]]
     found = generation.generate(gen, prompts, [0, 0], prompt_cache=cache)
     stored = [9 // block * block, 4 // block * block]
     stored = [min(stored)] * 2 if mode == "grow" else stored
@@ -162,8 +164,8 @@ def test_ragged_batches_under_all_kinds_of_settings(options, block, loaded):
     model = loaded("llama")
     gen, one = compile_model(model, 4, **options), compile_model(model, 1, **options)
     cache = PromptCache(model, block=block)
-    generation.generate(one, [TEXT[:20]], [3], prompt_cache=cache)
-    prompts = [TEXT[:25], [], TEXT[:20], [5, 6, 7]]
+    generation.generate(one, [TOKENS[:20]], [3], prompt_cache=cache)
+    prompts = [TOKENS[:25], [], TOKENS[:20], [5, 6, 7]]
     for _ in range(2):
         poison(cache)
         found = generation.generate(gen, prompts, [1, 2, 3, 4], prompt_cache=cache)
@@ -173,18 +175,18 @@ def test_ragged_batches_under_all_kinds_of_settings(options, block, loaded):
 def test_rows_of_a_batch_share_one_copy(loaded):
     model = loaded("llama")
     cache = PromptCache(model)
-    generation.generate(compile_model(model), [TEXT[:40]], [0], prompt_cache=cache)
-    held = cache.tokens
+    generation.generate(compile_model(model), [TOKENS[:40]], [0], prompt_cache=cache)
+    stored_before = cache.tokens
     steps = generation.generate_steps(
-        compile_model(model, 8), [[*TEXT[:40], 3 + i] for i in range(8)], [0] * 8, prompt_cache=cache
+        compile_model(model, 8), [[*TOKENS[:40], 3 + i] for i in range(8)], [0] * 8, prompt_cache=cache
     )
     next(steps)
-    slots = cache.kv_cache.block_manager
+    block_manager = cache.kv_cache.block_manager
     assert (
-        slots.num_slots - (slots.free_slots - slots.evictable_slots) == held + 8
+        block_manager.num_slots - (block_manager.free_slots - block_manager.evictable_slots) == stored_before + 8
     )  # of each row only its own last token
     steps.close()
-    assert cache.tokens == held + 8
+    assert cache.tokens == stored_before + 8
 
 
 @pytest.mark.parametrize("block", [1, 4])
@@ -193,21 +195,25 @@ def test_runs_never_change_stored_slots(block, loaded):
     model = loaded("llama")
     cache = PromptCache(model, block=block)
     gen = compile_model(model, 2)
-    generation.generate(gen, [TEXT[:21], TEXT[:10]], [0, 0], prompt_cache=cache)
-    store = cache.kv_cache
-    kept = {block: (before, tokens) for before, tokens, block in store.block_manager.stored_blocks()}
+    generation.generate(gen, [TOKENS[:21], TOKENS[:10]], [0, 0], prompt_cache=cache)
+    kv_cache = cache.kv_cache
+    stored_blocks = {block: (before, tokens) for before, tokens, block in kv_cache.block_manager.stored_blocks()}
 
     def bits() -> list[np.ndarray]:
-        slots = np.array(sorted(kept))[:, None] * block + np.arange(block)
+        slots = np.array(sorted(stored_blocks))[:, None] * block + np.arange(block)
         return [
-            np.array(mx.take(pool, mx.array(store.pool_rows(slots.reshape(-1), kind.heads)), axis=0))
-            for pool, kind in zip(store.pools.arrays, store.pool_specs, strict=True)
+            np.array(mx.take(pool, mx.array(kv_cache.pool_rows(slots.reshape(-1), spec.heads)), axis=0))
+            for pool, spec in zip(kv_cache.pools.arrays, kv_cache.pool_specs, strict=True)
         ]
 
     before = bits()
     for options in ({}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}):
         gen = compile_model(model, 2, **options)
-        for prompts in ([TEXT[:21], TEXT[:21]], [[*TEXT[:7], 4, 4], TEXT[:22]], [TEXT[:11], [*TEXT[:8], 9]]):
+        for prompts in (
+            [TOKENS[:21], TOKENS[:21]],
+            [[*TOKENS[:7], 4, 4], TOKENS[:22]],
+            [TOKENS[:11], [*TOKENS[:8], 9]],
+        ):
             generation.generate(gen, prompts, [0, 1], prompt_cache=cache)
     assert all(np.array_equal(old, new) for old, new in zip(before, bits(), strict=True))
 
@@ -220,7 +226,7 @@ def test_the_pools_stay_within_the_limit_and_evict_the_least_recently_used(block
     for limit in ({"max_tokens": 36}, {"max_bytes": 36 * slot_bytes + slot_bytes // 2}):
         cache = PromptCache(model, block=block, **limit)
         assert cache.max_tokens == 36
-        first, second, third = ([n, *TEXT[n : n + 11]] for n in (3, 20, 37))
+        first, second, third = ([n, *TOKENS[n : n + 11]] for n in (3, 20, 37))
         for prompt in (first, second, first, third):
             found = generation.generate(gen, [prompt], [0], prompt_cache=cache)
             assert_same_results(found, generation.generate(gen, [prompt], [0]))
@@ -235,12 +241,12 @@ def test_a_run_that_needs_more_than_the_limit_is_refused_and_the_cache_stays_usa
     model = loaded("llama")
     gen = compile_model(model)
     cache = PromptCache(model, max_tokens=16)
-    generation.generate(gen, [TEXT[:8]], [0], prompt_cache=cache)
+    generation.generate(gen, [TOKENS[:8]], [0], prompt_cache=cache)
     with pytest.raises(CacheError, match="at most 16"):
-        generation.generate(gen, [TEXT[:20]], [0], prompt_cache=cache)
-    assert cache.find(TEXT) == 8
+        generation.generate(gen, [TOKENS[:20]], [0], prompt_cache=cache)
+    assert cache.find(TOKENS) == 8
     assert_same_results(
-        generation.generate(gen, [TEXT[:9]], [0], prompt_cache=cache), generation.generate(gen, [TEXT[:9]], [0])
+        generation.generate(gen, [TOKENS[:9]], [0], prompt_cache=cache), generation.generate(gen, [TOKENS[:9]], [0])
     )
 
 
@@ -248,8 +254,8 @@ def test_a_closed_run_stores_what_it_computed(loaded):
     model = loaded("llama")
     cache = PromptCache(model)
     gen = compile_model(model, max_new_tokens=20)
-    steps = generation.generate_steps(gen, [TEXT[:8]], [0], prompt_cache=cache)
-    text = [*TEXT[:8], *(int(next(steps).token[0]) for _ in range(3))]
+    steps = generation.generate_steps(gen, [TOKENS[:8]], [0], prompt_cache=cache)
+    text = [*TOKENS[:8], *(int(next(steps).token[0]) for _ in range(3))]
     steps.close()
     assert cache.find([*text, 1]) == 8 + 2  # no step took the third token
     assert_same_results(
@@ -263,7 +269,7 @@ def test_a_failed_run_leaves_nothing_half_written(error, where, loaded, monkeypa
     """Wherever an interrupt or a failure comes, later runs give the results of runs without a cache."""
     model = loaded("llama")
     cache, gen = PromptCache(model), compile_model(model)
-    generation.generate(gen, [TEXT[:8]], [0], prompt_cache=cache)
+    generation.generate(gen, [TOKENS[:8]], [0], prompt_cache=cache)
     owner = {"compile_once": Decoder, "put": type(cache.kv_cache.pools)}.get(where, CacheSession)
     calls, real = [0], getattr(owner, where)
 
@@ -276,11 +282,11 @@ def test_a_failed_run_leaves_nothing_half_written(error, where, loaded, monkeypa
 
     monkeypatch.setattr(owner, where, failing)
     with pytest.raises(error):
-        generation.generate(gen, [TEXT[:20]], [0], prompt_cache=cache)
+        generation.generate(gen, [TOKENS[:20]], [0], prompt_cache=cache)
     monkeypatch.setattr(owner, where, real)
     assert not cache.kv_cache.in_use
     assert cache.kv_cache.block_manager.free_slots == cache.kv_cache.block_manager.num_slots
-    for prompt in (TEXT[:8], TEXT[:20], TEXT[:25]):
+    for prompt in (TOKENS[:8], TOKENS[:20], TOKENS[:25]):
         assert_same_results(
             generation.generate(gen, [prompt], [0], prompt_cache=cache), generation.generate(gen, [prompt], [0])
         )
@@ -289,8 +295,8 @@ def test_a_failed_run_leaves_nothing_half_written(error, where, loaded, monkeypa
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_cache_that_could_not_grow_starts_empty(error, loaded, monkeypatch):
     gen, cache = compile_model(loaded("llama")), PromptCache(loaded("llama"))
-    expected = generation.generate(gen, [TEXT], [0])
-    generation.generate(gen, [TEXT[:5]], [0], prompt_cache=cache)
+    expected = generation.generate(gen, [TOKENS], [0])
+    generation.generate(gen, [TOKENS[:5]], [0], prompt_cache=cache)
 
     def fail(*_):
         raise error
@@ -298,22 +304,22 @@ def test_a_cache_that_could_not_grow_starts_empty(error, loaded, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(mx, "concatenate", fail)
         with pytest.raises(error):
-            generation.generate(gen, [TEXT], [0], prompt_cache=cache)
+            generation.generate(gen, [TOKENS], [0], prompt_cache=cache)
     assert not cache.kv_cache.in_use
-    assert_same_results(generation.generate(gen, [TEXT], [0], prompt_cache=cache), expected)
+    assert_same_results(generation.generate(gen, [TOKENS], [0], prompt_cache=cache), expected)
 
 
 def test_threads_take_turns(loaded):
     """One thread continues with the cache that another made, cleared or used; each has its own compiled functions."""
     model = loaded("llama")
-    expected = generation.generate(compile_model(model), [TEXT], [0])
+    expected = generation.generate(compile_model(model), [TOKENS], [0])
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
         cache = one.submit(PromptCache, model).result()
         for thread in (other, one, other):
-            run = thread.submit(lambda: generation.generate(compile_model(model), [TEXT], [0], prompt_cache=cache))
+            run = thread.submit(lambda: generation.generate(compile_model(model), [TOKENS], [0], prompt_cache=cache))
             assert_same_results(run.result(), expected)
         one.submit(cache.clear).result()
-        assert_same_results(generation.generate(compile_model(model), [TEXT], [0], prompt_cache=cache), expected)
+        assert_same_results(generation.generate(compile_model(model), [TOKENS], [0], prompt_cache=cache), expected)
 
 
 @pytest.mark.parametrize(
@@ -384,9 +390,9 @@ def test_drafts_in_blocks_of_several_tokens_need_no_further_slot(block, lengths,
     expected = generation.generate(gen, prompts, [0, 1])
     for _ in range(2):
         assert_same_results(generation.generate(speculative, prompts, [0, 1], prompt_cache=cache), expected)
-        slots = cache.kv_cache.block_manager
-        assert slots.num_slots - slots.free_slots == 0  # nothing of the run remains but what is stored
-        assert (slots.num_slots, slots.evictable_slots) == (room, cache.tokens)
+        block_manager = cache.kv_cache.block_manager
+        assert block_manager.num_slots - block_manager.free_slots == 0  # nothing of the run remains but what is stored
+        assert (block_manager.num_slots, block_manager.evictable_slots) == (room, cache.tokens)
         poison(cache)
 
 

@@ -16,7 +16,7 @@ from mlx_transmuter import generation
 from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.model import load_folder
 
-TEXT = np.random.default_rng(3).integers(3, 60, 40).tolist()
+TOKENS = np.random.default_rng(3).integers(3, 60, 40).tolist()
 
 
 def generate_texts(model, prompts, cache=None):
@@ -28,7 +28,7 @@ def generate_texts(model, prompts, cache=None):
 def saved_path(loaded, tmp_path):
     """The file of a cache of two prompts with a common prefix."""
     cache = PromptCache(loaded("llama"), block=2)
-    generate_texts(loaded("llama"), [TEXT[:21], [*TEXT[:12], 7, 8, 9]], cache)
+    generate_texts(loaded("llama"), [TOKENS[:21], [*TOKENS[:12], 7, 8, 9]], cache)
     cache.save(tmp_path / "cache.safetensors")
     return tmp_path / "cache.safetensors"
 
@@ -38,16 +38,16 @@ def saved_path(loaded, tmp_path):
 def test_a_loaded_cache_equals_the_saved_one(name, block, loaded, tmp_path):
     model, path = loaded(name), tmp_path / "a cache"
     cache = PromptCache(model, block=block)
-    generate_texts(model, [TEXT[:21], [*TEXT[:12], 7, 8, 9]], cache)
+    generate_texts(model, [TOKENS[:21], [*TOKENS[:12], 7, 8, 9]], cache)
     for _ in range(2):  # also a loaded cache, and over an existing file
         cache.save(path)
         assert os.listdir(tmp_path) == ["a cache"]
         reloaded = PromptCache.load(path, model)
         assert reloaded.tokens == cache.tokens > 0
-        for prompt in (TEXT, [*TEXT[:12], 7, 8, 9, 9], [1]):
+        for prompt in (TOKENS, [*TOKENS[:12], 7, 8, 9, 9], [1]):
             assert reloaded.find(prompt) == cache.find(prompt)
         cache = reloaded
-    prompts = [TEXT[:30], [*TEXT[:12], 7, 8, 9, 3]]
+    prompts = [TOKENS[:30], [*TOKENS[:12], 7, 8, 9, 3]]
     found, expected = generate_texts(model, prompts, reloaded), generate_texts(model, prompts)
     assert [[token.id for token in text] for text in found] == [[token.id for token in text] for text in expected]
     tolerance = 2e-2 if name == "llama_fp16" else 2e-4
@@ -74,7 +74,7 @@ def test_the_file_has_the_documented_format(saved_path, loaded):
             at = before[at]
         found.add(tuple(path))
     assert len(found) == 2
-    assert all(any(list(path)[:12] == TEXT[:12] for path in found) for _ in found)
+    assert all(any(list(path)[:12] == TOKENS[:12] for path in found) for _ in found)
     entries = [array for name, array in arrays.items() if name.startswith("past")]
     assert entries
     assert all(array.shape[0] == tokens.size for array in entries)
