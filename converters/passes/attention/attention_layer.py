@@ -14,7 +14,7 @@ from mlx_transmuter.converters.passes.attention.score_masks import ScoreMask
 from mlx_transmuter.program import Node
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionLayer:
     """One layer's attention: softmax(q · kᵀ · scale, with softcap, masks and sinks) · v over past and present.
 

@@ -118,7 +118,17 @@ def _layer_of_multi_head_attention(operator: _AttentionOperator) -> AttentionLay
     if "key_padding_mask" in inputs:
         masks.append(PaddingMask(inputs["key_padding_mask"], float(attrs.get("mask_filter_value", -10000.0))))
     scale = float(attrs.get("scale", 0.0)) or default_scale(keys.head_dim)
-    layer = AttentionLayer(node, q, k, v, keys, values, scale, node.outputs[0], masks=tuple(masks))
+    layer = AttentionLayer(
+        root=node,
+        q=q,
+        k=k,
+        v=v,
+        cached_keys=keys,
+        cached_values=values,
+        scale=scale,
+        output=node.outputs[0],
+        masks=tuple(masks),
+    )
     return layer.surrounded(builder, merges_heads=True)
 
 
@@ -144,6 +154,15 @@ def _layer_of_onnx_attention(operator: _AttentionOperator) -> AttentionLayer:
         masks.append(BooleanMask(mask, visible=True, hidden_bias=-math.inf) if is_boolean else AddedMask(mask))
     scale = default_scale(keys.head_dim) if attrs.get("scale") is None else float(attrs["scale"])
     layer = AttentionLayer(
-        node, q, k, v, keys, values, scale, node.outputs[0], float(attrs.get("softcap", 0.0)), tuple(masks)
+        root=node,
+        q=q,
+        k=k,
+        v=v,
+        cached_keys=keys,
+        cached_values=values,
+        scale=scale,
+        output=node.outputs[0],
+        softcap=float(attrs.get("softcap", 0.0)),
+        masks=tuple(masks),
     )
     return layer.surrounded(builder, merges_heads=merged)

@@ -89,7 +89,17 @@ def _attention_layer(node: Node, inputs: dict[str, str], cache_pairs: dict[str, 
         sinks = builder.add_constant("sinks", np.zeros(heads, np.float32))
     scale = float(attrs.get("scale", 0.0)) or default_scale(keys.head_dim)
     layer = AttentionLayer(
-        node, q, k, v, keys, values, scale, node.outputs[0], float(attrs.get("softcap", 0.0)), tuple(masks), sinks
+        root=node,
+        q=q,
+        k=k,
+        v=v,
+        cached_keys=keys,
+        cached_values=values,
+        scale=scale,
+        output=node.outputs[0],
+        softcap=float(attrs.get("softcap", 0.0)),
+        masks=tuple(masks),
+        sinks=sinks,
     )
     return layer.surrounded(builder, merges_heads=True)
 
