@@ -68,7 +68,9 @@ class Quantization:
         else:
             _check_known("recipe", recipe, tuple(QUANTIZATION_RECIPES))
             if bits:
-                raise PrecisionError(f"{bits} bits and the recipe {recipe}", "one of the two: a recipe names its bits")
+                raise PrecisionError(
+                    f"{bits} bits and the recipe {recipe}", "one of the two: a recipe names its own bits"
+                )
             low, high = QUANTIZATION_RECIPES[recipe]
         _check_number("bits", low, QUANTIZATION_BITS)
         _check_number("group_size", group_size, QUANTIZATION_GROUP_SIZES)
