@@ -1,4 +1,4 @@
-"""Decoders for the tests: graphs as they are, and greedy decoding without the generation loop."""
+"""Decoders for the tests: unrewritten graphs, and greedy decoding without the generation loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlx_transmuter.runtime.prefill_schedule import prefill_chunks
 
 
 @functools.cache
-def plain(name: str) -> ProgramModule:
+def unrewritten_module(name: str) -> ProgramModule:
     """The fixture's module with past and present as the graph has them, not over pools."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
         patch.setattr(trials, "POOL_REWRITES", ())
@@ -34,27 +34,27 @@ def rows_of(name: str) -> list[dict]:
     return golden(name)["rows"]
 
 
-def prefill(run, prompts: list[list[int]]) -> np.ndarray:
-    """The logits [rows, vocab] after each prompt."""
+def prefill(session, prompts: list[list[int]]) -> np.ndarray:
+    """Returns the logits [rows, vocab] after each prompt."""
     last, start = None, 0
-    for part in prefill_chunks(max(map(len, prompts)), prompt_mode=run.decoder.prompt_mode):
+    for part in prefill_chunks(max(map(len, prompts)), prompt_mode=session.decoder.prompt_mode):
         pieces = [prompt[start : start + part] for prompt in prompts]
         counts = [len(piece) for piece in pieces]
-        logits = run.step(np.array([piece + [0] * (part - len(piece)) for piece in pieces], np.int32), counts)
-        run.evaluate(logits)
-        found = np.array(logits)
-        last = found.copy() if last is None else last
+        logits = session.step(np.array([piece + [0] * (part - len(piece)) for piece in pieces], np.int32), counts)
+        session.evaluate(logits)
+        actual = np.array(logits)
+        last = actual.copy() if last is None else last
         for row, count in enumerate(counts):
             if count:
-                last[row] = found[row]
+                last[row] = actual[row]
         start += part
     assert last is not None
     return last
 
 
-def greedy(run, prompts: list[list[int]], new: list[int]) -> list[list[int]]:
-    """`new[r]` tokens after each prompt, the likeliest each time."""
-    logits = prefill(run, prompts)
+def greedy(session, prompts: list[list[int]], new: list[int]) -> list[list[int]]:
+    """Returns new[r] tokens after each prompt, the likeliest each time."""
+    logits = prefill(session, prompts)
     texts: list[list[int]] = [[] for _ in prompts]
     while True:
         for row, text in enumerate(texts):
@@ -63,22 +63,24 @@ def greedy(run, prompts: list[list[int]], new: list[int]) -> list[list[int]]:
         counts = [int(len(text) < count) for text, count in zip(texts, new, strict=True)]
         if not any(counts):
             return texts
-        step = run.step(np.array([[text[-1] if text else 0] for text in texts], np.int32), counts)
-        run.evaluate(step)
+        step = session.step(np.array([[text[-1] if text else 0] for text in texts], np.int32), counts)
+        session.evaluate(step)
         logits = np.where(np.array(counts)[:, None] > 0, np.array(step), logits)
 
 
 def decoded(decoder: Decoder, rows: list[dict], **pages) -> list[list[int]]:
-    """The tokens after the rows' prompts, as many as their goldens have, group by group."""
+    """Returns the tokens after the rows' prompts, as many as their goldens have, group by group."""
     texts: list[list[int]] = [[] for _ in rows]
     for group in decoder.group_rows([len(row["prompt"]) for row in rows]):
         prompts = [row["prompt"] if i in group else [] for i, row in enumerate(rows)]
         new = [len(row["tokens"]) if i in group else 0 for i, row in enumerate(rows)]
-        run = decoder.begin_session([len(prompt) + count for prompt, count in zip(prompts, new, strict=True)], **pages)
-        for i, text in enumerate(greedy(run, prompts, new)):
+        session = decoder.begin_session(
+            [len(prompt) + count for prompt, count in zip(prompts, new, strict=True)], **pages
+        )
+        for i, text in enumerate(greedy(session, prompts, new)):
             texts[i] += text
-        assert run.copied_slots == 0
-        run.close()
+        assert session.copied_slots == 0
+        session.close()
     return texts
 
 

@@ -1,4 +1,4 @@
-"""Module: host and device values, names of weights, MLX's tools on it, and what it refuses."""
+"""ProgramModule: host and device values, names of weights, MLX's tools on it, and what it refuses."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def program(nodes, *, outputs=("y",), inputs=(X,), constants=None, **more) -> Pr
 
 
 def primitives(function, *arrays) -> list[str]:
-    """The names of the operations that a compiled `function` would run."""
-    found: list[str] = []
+    """Returns the names of the operations that a compiled `function` would run."""
+    actual: list[str] = []
     mx.export_function(
-        lambda part: found.append(part["name"]) if part["type"] == "primitive" else None, function, *arrays
+        lambda part: actual.append(part["name"]) if part["type"] == "primitive" else None, function, *arrays
     )
-    return found
+    return actual
 
 
 def host_values(module: ProgramModule, **inputs) -> dict[str, np.ndarray]:
@@ -53,7 +53,7 @@ CHAIN = [
 CHAIN_CONSTANTS = {"zero": np.array(0, np.int64), "two": np.array(2, np.int64), "axis": ints(0), "rest": ints(-1)}
 
 
-def test_what_follows_from_shapes_alone_leaves_nothing_in_a_step():
+def test_values_that_follow_from_shapes_leave_no_operation_in_a_step():
     module = ProgramModule(program(CHAIN, constants=CHAIN_CONSTANTS), {})
     x = mx.arange(24, dtype=mx.float32).reshape(4, 6)
     assert np.array_equal(module(x=x)["y"], np.arange(24).reshape(8, 3))
@@ -62,13 +62,13 @@ def test_what_follows_from_shapes_alone_leaves_nothing_in_a_step():
 
 def test_values_on_the_host_are_those_that_follow_from_shapes():
     module = ProgramModule(program(CHAIN, constants=CHAIN_CONSTANTS), {})
-    found = host_values(module, x=mx.zeros((4, 6)))
-    assert {name: value.tolist() for name, value in found.items() if name not in CHAIN_CONSTANTS} == {
+    actual = host_values(module, x=mx.zeros((4, 6)))
+    assert {name: value.tolist() for name, value in actual.items() if name not in CHAIN_CONSTANTS} == {
         "shape": [4, 6], "rows": 4, "twice": 8, "twice1": [8], "target": [8, -1],
     }  # fmt: skip
 
 
-def test_an_input_given_as_numpy_is_on_the_host():
+def test_a_numpy_input_is_on_the_host():
     nodes = [Node("Add-7", ("n", "n"), ("twice",)), Node("Expand-8", ("x", "twice"), ("y",))]
     module = ProgramModule(program(nodes, inputs=(X, Value("n", "int64", (2,)))), {})
     assert module(x=mx.ones((1, 1)), n=ints(1, 3))["y"].shape == (2, 6)
@@ -91,7 +91,7 @@ def test_an_error_names_node_and_value_where_a_shape_depends_on_the_device():
     assert error.value.do
 
 
-def test_a_large_value_of_constants_stays_off_the_host():
+def test_a_large_value_of_constants_is_on_the_device():
     nodes = [Node("ConstantOfShape-9", ("size",), ("big",)), Node("Add-7", ("x", "big"), ("y",))]
     many = MAX_HOST_ELEMENTS + 1
     module = ProgramModule(program(nodes, constants={"size": ints(many)}), {})
@@ -110,7 +110,7 @@ def conditional(condition: Node, **more) -> Program:
     return program([condition, Node("If-1", ("flag",), ("y",), attrs, name="/cond/If")], constants=constants)
 
 
-def test_if_on_a_host_value_is_a_branch_taken_while_tracing():
+def test_a_branch_on_a_host_value_is_taken_while_tracing():
     nodes = [Node("Size-1", ("x",), ("n",)), Node("Less-9", ("n", "four"), ("flag",))]
     program_ = conditional(nodes[1])
     program_.nodes.insert(0, nodes[0])
@@ -140,7 +140,7 @@ def test_an_error_inside_a_branch_names_the_inner_node():
 
 
 def linears() -> ProgramModule:
-    """Two projections, a table and a plain weight, in the scopes that exporters give them."""
+    """Returns a module of two projections, a table and a weight of no layer, in the scopes of exporters."""
     q, k = (f"model.layers.{i}.self_attn.q_proj" for i in range(2))
     nodes = [
         Node("mlx.embedding", ("ids", "model.embed_tokens"), ("e",)),
@@ -174,7 +174,7 @@ def reference(weights: dict[str, np.ndarray]) -> np.ndarray:
     return h * w["model.norm.weight"] @ w["model.embed_tokens.weight"].T
 
 
-def test_weights_hang_under_the_names_of_their_scopes():
+def test_weights_have_the_names_of_their_scopes():
     module = linears()
     names = [name for name, _ in tree_flatten(module.parameters())]
     assert sorted(names) == sorted(module.program.weights)
@@ -200,9 +200,9 @@ def test_nn_quantize_swaps_the_layers_that_run():
     nn.quantize(module, group_size=32, bits=8)
     assert type(module["model"]["layers"][0]["self_attn"]["q_proj"]) is nn.QuantizedLinear
     assert type(module["model"]["embed_tokens"]) is nn.QuantizedEmbedding
-    found = np.array(module(ids=IDS)["y"])
-    assert not np.array_equal(found, plain)
-    np.testing.assert_allclose(found, plain, atol=0.02 * np.ptp(plain))
+    actual = np.array(module(ids=IDS)["y"])
+    assert not np.array_equal(actual, plain)
+    np.testing.assert_allclose(actual, plain, atol=0.02 * np.ptp(plain))
     assert "QuantizedMatmul" in primitives(lambda ids: module(ids=ids)["y"], IDS[:, :1])
 
 
@@ -238,12 +238,12 @@ WRONG_NODES = {
 
 @pytest.mark.parametrize("what", WRONG_NODES)
 def test_a_node_that_cannot_run_is_named(what):
-    nodes, found = WRONG_NODES[what]
+    nodes, actual = WRONG_NODES[what]
     constants = {"one": np.array(1, np.int64), "nought": np.array(0, np.int64)}
     with pytest.raises(OperatorError) as error:
         ProgramModule(program(nodes, constants=constants), {})(x=mx.ones((2, 3)))
     assert error.value.node.endswith("'n'")
-    assert found in error.value.found
+    assert actual in error.value.found
 
 
 HUGE = {
@@ -272,7 +272,7 @@ def test_a_value_larger_than_memory_is_an_error_and_is_never_computed(what, size
     assert error.value.node
 
 
-def test_what_fits_in_memory_by_its_true_size_runs():
+def test_a_value_that_fits_in_memory_by_its_size_is_computed():
     nodes = [Node("Expand-8", ("x", "shape"), ("wide",)), Node("ReduceMax-11", ("wide",), ("y",), {"keepdims": 0})]
     module = ProgramModule(program(nodes, constants={"shape": ints(512, 512)}), {})
     assert module(x=mx.array([3.0]))["y"].item() == 3.0
@@ -304,11 +304,11 @@ WRONG_WEIGHTS = {
 
 
 @pytest.mark.parametrize("what", WRONG_WEIGHTS)
-def test_weights_and_layers_that_are_not_right_are_refused(what):
-    weights, layers, arrays, found = WRONG_WEIGHTS[what]
+def test_wrong_weights_and_layers_are_refused(what):
+    weights, layers, arrays, actual = WRONG_WEIGHTS[what]
     with pytest.raises(ProgramError) as error:
         ProgramModule(program(ADD, weights=weights, layers=layers), arrays)
-    assert found in str(error.value)
+    assert actual in str(error.value)
 
 
 def test_arrays_that_the_program_does_not_name_are_left_out():
@@ -321,7 +321,7 @@ def test_an_operator_that_is_not_declared_is_refused_at_once():
         ProgramModule(program([Node("Sum-99", ("x",), ("y",))]), {})
 
 
-def test_evaluate_gives_small_values_as_numpy_and_large_ones_as_they_are():
+def test_evaluate_node_returns_small_values_as_numpy_and_large_ones_as_arrays():
     (small,) = evaluate_node(Node("Add-7", ("a", "b"), ("c",)), {"a": ints(1, 2), "b": ints(3, 4)})
     assert isinstance(small, np.ndarray)
     assert small.tolist() == [4, 6]

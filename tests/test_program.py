@@ -1,4 +1,4 @@
-"""Program: what JSON keeps of it, what makes it whole, and hostile files."""
+"""Program: its JSON, its check, and hostile files."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def arrays(draw):
 
 @st.composite
 def programs(draw, depth: int = 2, outer: tuple[str, ...] = ()):
-    """Valid programs, branches in them; every value has a name of its own."""
+    """Valid programs with branches; every value has a name of its own."""
     prefix = f"{'b' * (3 - depth)}{draw(st.integers(0, 10**6))}"
     count = iter(range(10**6))
 
@@ -116,7 +116,7 @@ def programs(draw, depth: int = 2, outer: tuple[str, ...] = ()):
 
 
 def same(one, other) -> bool:
-    """Equality of attributes, constants and programs, NaN and types of elements included."""
+    """Whether attributes, constants and programs are equal, NaN and types of elements included."""
     if isinstance(one, Program):
         fields = ("inputs", "outputs", "weights", "layers", "metadata")
         return (
@@ -154,13 +154,13 @@ def same(one, other) -> bool:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(programs())
-def test_json_keeps_all_of_a_program(program):
+def test_a_program_survives_its_json(program):
     program.validate()
     text = json.dumps(program_to_json(program), allow_nan=False)
     assert same(program, program_from_json(json.loads(text)))
 
 
-def test_saved_file_is_the_program_with_a_node_a_line(tmp_path):
+def test_a_saved_file_has_a_node_a_line(tmp_path):
     program = branched()
     save_program(program, tmp_path / "program.json")
     assert same(program, load_program(tmp_path / "program.json"))
@@ -169,7 +169,7 @@ def test_saved_file_is_the_program_with_a_node_a_line(tmp_path):
 
 
 def whole() -> Program:
-    """x [2] → x + c, with a weight that nothing reads."""
+    """Returns x [2] → x + c, with a weight that no node reads."""
     return Program(
         inputs=(Value("x", "float32", (2,)),),
         outputs=(Value("z", "float32", (2,)),),
@@ -180,7 +180,7 @@ def whole() -> Program:
 
 
 def branched() -> Program:
-    """An If on a constant whose branches read the values around them."""
+    """Returns an If on a constant whose branches read the values around them."""
 
     def branch(op: str, result: str) -> Program:
         return Program((), (Value(result, "float32", None),), [Node(op, ("x", "c"), (result,))])
@@ -191,7 +191,7 @@ def branched() -> Program:
     return Program((Value("x", "float32", (2,)),), (Value("z", "float32", (2,)),), nodes, constants)
 
 
-def test_what_a_branch_reads_is_read_by_its_node():
+def test_the_inputs_of_a_node_include_those_of_its_branches():
     program = branched()
     node = program.nodes[0]
     assert sorted(set(node.all_inputs())) == ["c", "flag", "x"]
@@ -199,7 +199,7 @@ def test_what_a_branch_reads_is_read_by_its_node():
     assert [one.op for one in program.all_nodes()] == ["If-1", "Add-7", "Mul-7", "Identity-1"]
 
 
-def test_select_keeps_what_the_outputs_need():
+def test_select_outputs_keeps_what_the_outputs_need():
     program = whole()
     program.nodes.append(Node("Mul-7", ("x", "w"), ("other",)))
     program = replace(program, outputs=(*program.outputs, Value("other", "float32", (2,))))
@@ -211,7 +211,7 @@ def test_select_keeps_what_the_outputs_need():
     kept.validate()
 
 
-def test_select_keeps_the_weights_of_a_layer_that_is_read():
+def test_select_outputs_keeps_the_weights_of_a_layer_that_is_read():
     layered = Program(
         (Value("x", "float32", (2,)),), (Value("y", "float32", None),), [Node("mlx.linear", ("x", "a.b"), ("y",))],
         weights={"a.b.weight": WeightInfo("float32", (2, 2)), "a.bc.weight": WeightInfo("float32", (2, 2))},
@@ -240,12 +240,12 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_program_that_is_not_whole_is_refused(what):
-    broken, found = BROKEN[what]
+def test_a_malformed_program_is_refused(what):
+    broken, actual = BROKEN[what]
     with pytest.raises(ProgramError) as error:
         broken(whole()).validate("here", is_known_operator={"Add-7", "Identity-1", "Neg-6"}.__contains__)
     assert error.value.where == "here"
-    assert found in error.value.found
+    assert actual in error.value.found
     assert error.value.expected
     assert error.value.do
 
@@ -254,7 +254,7 @@ def test_a_branch_is_validated_with_the_values_around_it():
     program = branched()
     program.validate()
     then = program.nodes[0].attrs["then_branch"]
-    for wrong, found in [
+    for wrong, actual in [
         (replace(then, nodes=[Node("Add-7", ("x", "nothing"), ("t",))]), "reading 'nothing'"),
         (replace(then, nodes=[Node("Add-7", ("x", "z"), ("t",))]), "reading 'z'"),  # given after the If
         (replace(then, nodes=[Node("Add-7", ("x", "c"), ("x",))], outputs=()), "'x' defined again"),
@@ -264,7 +264,7 @@ def test_a_branch_is_validated_with_the_values_around_it():
         node = replace(program.nodes[0], attrs={**program.nodes[0].attrs, "then_branch": wrong})
         with pytest.raises(ProgramError) as error:
             replace(program, nodes=[node, program.nodes[1]]).validate()
-        assert found in error.value.found
+        assert actual in error.value.found
 
 
 def tree() -> dict:
@@ -336,7 +336,7 @@ def test_hostile_json_is_refused(path, value, tmp_path):
     assert error.value.where == str(tmp_path / "program.json")
 
 
-def test_the_tree_that_the_hostile_cases_change_is_itself_right():
+def test_the_json_that_the_hostile_cases_change_is_valid():
     assert same(whole(), program_from_json(tree()))
     assert same(
         np.array([np.inf]),
@@ -345,7 +345,7 @@ def test_the_tree_that_the_hostile_cases_change_is_itself_right():
 
 
 @pytest.mark.parametrize("key", ["inputs", "outputs", "nodes", "constants", "weights", "layers", "meta"])
-def test_a_missing_part_is_refused(key):
+def test_a_missing_key_is_refused(key):
     data = tree()
     del data[key]
     with pytest.raises(ProgramError, match=key):
@@ -353,7 +353,7 @@ def test_a_missing_part_is_refused(key):
 
 
 def nested(kind: str, depth: int) -> str:
-    """A program whose attribute is `depth` deep: lists, or programs in programs."""
+    """Returns the JSON of a program whose attribute is `depth` deep: lists, or programs in programs."""
     empty = f'"format": "{PROGRAM_FORMAT}", "version": {PROGRAM_VERSION}, "meta": {{}}, "inputs": [], "outputs": [], "layers": {{}}'
     head = f'{{{empty}, "weights": {{}}, "constants": {{}}, "nodes": [{{"op": "If-1", "inputs": [], "outputs": [], "attrs": {{"a": '
     tail = "}}]}"
@@ -364,13 +364,13 @@ def nested(kind: str, depth: int) -> str:
 
 @pytest.mark.parametrize("kind", ["lists", "programs"])
 @pytest.mark.parametrize("depth", [990, 10**5])
-def test_nesting_without_end_is_refused(kind, depth, tmp_path):
+def test_deep_nesting_is_refused(kind, depth, tmp_path):
     (tmp_path / "program.json").write_text(nested(kind, depth))
     with pytest.raises(ProgramError):
         load_program(tmp_path / "program.json")
 
 
-def test_some_nesting_is_read(tmp_path):
+def test_shallow_nesting_is_read(tmp_path):
     (tmp_path / "program.json").write_text(nested("lists", 50))
     assert load_program(tmp_path / "program.json").nodes[0].op == "If-1"
 
@@ -378,7 +378,7 @@ def test_some_nesting_is_read(tmp_path):
 @pytest.mark.parametrize(
     "text", [b"", b"\0" * 40, b"{", b"[1, 2", b'{"format": "\xff"}', b"\x80\x81", b"1" * 5000, b"NaN"]
 )
-def test_a_file_that_is_no_json_is_refused(text, tmp_path):
+def test_a_file_without_json_is_refused(text, tmp_path):
     (tmp_path / "program.json").write_bytes(text)
     with pytest.raises(ProgramError):
         load_program(tmp_path / "program.json")

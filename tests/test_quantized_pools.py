@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import NAMES
-from decoding import greedy, plain, prefill, rows_of
+from decoding import greedy, prefill, rows_of, unrewritten_module
 from quantized_rows import dequantized_rows
 
 from mlx_transmuter import generation, ops
@@ -58,7 +58,7 @@ def logits_of_graph_calls(module: ProgramModule, text: list[int], bits: int) -> 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("name", "mode"), [("llama", "append"), ("llama", "grow"), ("opt", "grow")])
 def test_a_graph_without_rewrites_reads_a_quantized_past(name, mode, bits):
-    module = plain(name)
+    module = unrewritten_module(name)
     logits = logits_of_steps(Decoder(module, 1, cache_mode=mode, kv_bits=bits), TEXT[:20])
     expected = logits_of_graph_calls(module, TEXT[:20], bits)
     assert np.abs(logits - expected).max() <= 1e-4 * np.ptp(expected)

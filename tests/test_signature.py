@@ -1,4 +1,4 @@
-"""Signature: what a decoder's inputs and outputs are told to be, and the decoders that are refused."""
+"""DecoderSignature: the roles of a decoder's inputs and outputs, and the decoders that are refused."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def past(name: str = "past_key_values.0.key", shape=PAST, dtype: str = "float32"
 def test_a_decoder_of_optimum():
     positions = Value("position_ids", "int64", ("batch_size", "sequence_length"))
     mask = Value("attention_mask", "int64", ("batch_size", "total"))
-    found = DecoderSignature.from_program(decoder(mask, positions, past(dtype="float16")))
-    assert (found.token_input, found.takes_embeddings, found.mask_input, found.positions_input, found.vocab_size) == (
+    actual = DecoderSignature.from_program(decoder(mask, positions, past(dtype="float16")))
+    assert (actual.token_input, actual.takes_embeddings, actual.mask_input, actual.positions_input, actual.vocab_size) == (
         "input_ids", False, "attention_mask", "position_ids", 32
     )  # fmt: skip
-    assert (found.position_axes, found.use_cache_branch_input, found.logits_to_keep_input, found.extra_inputs) == (
+    assert (actual.position_axes, actual.use_cache_branch_input, actual.logits_to_keep_input, actual.extra_inputs) == (
         0,
         None,
         None,
         (),
     )
-    (entry,) = found.cache_pairs
+    (entry,) = actual.cache_pairs
     assert (entry.past, entry.present, entry.dtype) == ("past_key_values.0.key", "present.0.key", "float16")
     assert (entry.heads, entry.head_dim, entry.axis_order, entry.shape_for(3, 7)) == (2, 8, [0, 1, 2, 3], (3, 2, 7, 8))
 
@@ -85,12 +85,12 @@ def test_axes_of_positions():
         assert DecoderSignature.from_program(decoder(Value("position_ids", "int64", shape))).position_axes == axes
 
 
-def test_other_inputs_are_left_to_a_task():
+def test_other_inputs_are_extra_inputs():
     branch = Value("use_cache_branch", "bool", (1,))
     keep = Value("num_logits_to_keep", "int64", ())
     states = Value("encoder_hidden_states", "float32", ("batch", "len", 8))
-    found = DecoderSignature.from_program(decoder(branch, keep, states))
-    assert (found.use_cache_branch_input, found.logits_to_keep_input, found.extra_inputs) == (
+    actual = DecoderSignature.from_program(decoder(branch, keep, states))
+    assert (actual.use_cache_branch_input, actual.logits_to_keep_input, actual.extra_inputs) == (
         "use_cache_branch",
         "num_logits_to_keep",
         ("encoder_hidden_states",),
@@ -117,16 +117,16 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_no_decoder_is_refused_by_name(what):
-    program, found = REFUSED[what]
+def test_a_program_that_is_no_decoder_is_refused_by_name(what):
+    program, actual = REFUSED[what]
     with pytest.raises(SignatureError) as error:
         DecoderSignature.from_program(program)
-    assert found in str(error.value)
+    assert actual in str(error.value)
     assert error.value.expected
     assert error.value.do
 
 
-def test_the_mode_that_a_graph_declares():
+def test_the_cache_mode_that_a_graph_suggests():
     positions = Value("position_ids", "int64", ("b", "s"))
     gqa = [Node("com.microsoft.GroupQueryAttention-1", ("input_ids",), ("logits",))]
     for program, mode in [

@@ -1,4 +1,4 @@
-"""Steps: how many are compiled, evaluated and read, what they are made of, and the memory that they take."""
+"""Steps: how many are compiled, evaluated and read, which operations they consist of, and their memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import Counter
 import mlx.core as mx
 import numpy as np
 import pytest
-from decoding import decoded, plain, prefill, rows_of, tokens_of
+from decoding import decoded, prefill, rows_of, tokens_of, unrewritten_module
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_transmuter import generation
@@ -34,8 +34,8 @@ def bucket(length: int) -> int:
 @pytest.mark.usefixtures("compiling")
 @pytest.mark.parametrize("beams", [1, 3])
 def test_prompts_of_all_lengths_share_a_few_compiled_steps(beams, loaded, monkeypatch):
-    """A step is compiled per length (a power of two), context bucket and size of the rows' runs, or of all the pages;
-    and none is traced again."""
+    """A step is compiled per length (a power of two), context bucket and size of the rows' runs, or of all blocks; none
+    is traced again."""
     model = loaded("llama")  # its conversion compiles steps too
     traced, real = [], mx.compile
 
@@ -50,18 +50,18 @@ def test_prompts_of_all_lengths_share_a_few_compiled_steps(beams, loaded, monkey
     new = 3
     ctx = generation.context(model, max_new_tokens=new, do_sample=False, eos_token_id=[], num_beams=beams)
     gen = generation.compile(ctx, 1)
-    wanted = set()
+    expected = set()
     for length in range(1, 101):
-        end = 0 if beams == 1 else length  # prompts of beams run in lanes
+        end = 0 if beams == 1 else length  # prompts of beams run packed
         for part in [*prefill_chunks(length - end), *[1] * (new - 1)]:
             end += part
-            wanted.add((part, bucket(end), bucket(beams * (length + new))))
+            expected.add((part, bucket(end), bucket(beams * (length + new))))
         (tokens,) = generation.generate(gen, [[3 + i % 40 for i in range(length)]], [0])
         assert len(tokens) == new
-    # 7 lengths, over 64 columns of rows of 64 or of 128 slots, and over 128 columns; the pages of 3 rows are 64 to 512.
-    assert len(wanted) <= 7 * 3
-    assert beams > 1 or gen.decoder.compilations == len(wanted)
-    assert sum(function.__qualname__.startswith("PooledStep.") for function in traced) == len(wanted)
+    # 7 lengths, over 64 columns of rows of 64 or of 128 slots, and over 128 columns; the blocks of 3 rows are 64 to 512.
+    assert len(expected) <= 7 * 3
+    assert beams > 1 or gen.decoder.compilations == len(expected)
+    assert sum(function.__qualname__.startswith("PooledStep.") for function in traced) == len(expected)
     again = len(traced)
     generation.generate(gen, [[9] * 77], [0])
     assert len(traced) == again
@@ -76,19 +76,19 @@ def test_prompts_of_all_lengths_share_a_few_compiled_steps(beams, loaded, monkey
         (100, [64, 96, 128, 160, 192, 224, 256, 288, 320]),
     ],
 )
-def test_the_context_grows_in_finer_steps_where_attention_is_more_of_a_step(rows, sizes):
+def test_context_buckets_are_finer_where_attention_is_a_larger_share_of_a_step(rows, sizes):
     assert sorted({decoders_bucket(length, rows) for length in range(1, sizes[-1] + 1)}) == sizes
     assert all(length <= decoders_bucket(length, rows) <= bucket(length) for length in range(1, 4097))
 
 
 @pytest.mark.usefixtures("compiling")
-def test_a_step_over_more_columns_builds_no_kernel_of_its_own(tmp_path, monkeypatch):
-    """A number in a compiled kernel makes it another one for each number; building it takes a second on a CPU."""
+def test_steps_over_different_numbers_of_columns_share_kernels(tmp_path, monkeypatch):
+    """A number that is a constant of a kernel makes one kernel for each number; building one takes a second on a CPU."""
     if shutil.which("g++") is None:
         pytest.skip("MLX fuses nothing on a CPU without a compiler")
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # where MLX keeps what it built
 
-    def run(context: int) -> int:
+    def session(context: int) -> int:
         signature, leaves = CacheIndex.rows(640, [0, 0]).limit_context(context).with_positions([[3], [5]]).walk()
 
         def step(leaves, pool, values):
@@ -98,12 +98,12 @@ def test_a_step_over_more_columns_builds_no_kernel_of_its_own(tmp_path, monkeypa
         mx.eval(mx.compile(step)(leaves, mx.zeros((1281, 3)), mx.ones((2, 1, 3))))
         return len(list(tmp_path.rglob("*.so")))
 
-    assert run(200) == run(232) > 0
+    assert session(200) == session(232) > 0
 
 
 @pytest.mark.parametrize(("name", "mode"), [("llama", None), ("llama_genai", "in_place")])
 def test_compiled_and_eager_steps_agree(name, mode, loaded, compiling):
-    module = loaded(name).decoder if mode is None else plain(name)
+    module = loaded(name).decoder if mode is None else unrewritten_module(name)
     prompts = [row["prompt"] for row in rows_of(name)]
     compiled = prefill(Decoder(module, 3, cache_mode=mode).begin_session([40] * 3), prompts)
     mx.disable_compile()
@@ -155,15 +155,15 @@ def test_a_step_is_one_evaluation_and_reads_one_array(loaded, monkeypatch):
     rows = generation.generate(gen, prompts, [0] * 3)
     monkeypatch.undo()
     assert [len(row) for row in rows] == [9, 9, 9]
-    lanes = 1  # the prompts run in one, after one another
-    assert len(evaluations) == lanes + 9
+    packed_rows = 1  # the prompts run in one, after one another
+    assert len(evaluations) == packed_rows + 9
     assert len(reads) == 9
     assert {(value.dtype, value.shape[0]) for value in reads} == {(mx.int32, 3)}
 
 
-# What a step is made of.
+# The operations of a step.
 
-# Operations that only the CPU has, with MLX's words for it or what the source says.
+# Operations that only the CPU backend has, and why.
 CPU_ONLY = {
     **dict.fromkeys(("Inverse", "Cholesky", "SVD", "Eigh", "Eig", "LUF", "QRF"), "linear algebra has no Metal kernel"),
     "Load": "reads a file",
@@ -173,21 +173,21 @@ MOST_INDEX_ARRAYS = 20
 
 
 def parts(function, *args) -> list[dict]:
-    """What MLX exports of a function of arrays: its constants and its operations."""
+    """Returns what MLX exports of a function of arrays: its constants and its operations."""
     given_arrays = [leaf for _, leaf in tree_flatten(list(args)) if isinstance(leaf, mx.array)]
 
     def flat(*arrays):
         left = iter(arrays)
-        found = function(*tree_map(lambda leaf: next(left) if isinstance(leaf, mx.array) else leaf, list(args)))
-        return tuple(leaf for _, leaf in tree_flatten(found) if isinstance(leaf, mx.array))
+        actual = function(*tree_map(lambda leaf: next(left) if isinstance(leaf, mx.array) else leaf, list(args)))
+        return tuple(leaf for _, leaf in tree_flatten(actual) if isinstance(leaf, mx.array))
 
-    found: list[dict] = []
-    mx.export_function(found.append, flat, *given_arrays)
-    return found
+    actual: list[dict] = []
+    mx.export_function(actual.append, flat, *given_arrays)
+    return actual
 
 
 def lacking(function, *args) -> list[str]:
-    """What Metal lacks among the operations of a function of arrays: empty for one that runs there."""
+    """Returns what Metal lacks among the operations of a function of arrays; empty for one that runs there."""
     problems, count = [], 0
     for part in parts(function, *args):
         if part["type"] == "constants":
@@ -195,17 +195,21 @@ def lacking(function, *args) -> list[str]:
         if part["type"] != "primitive":
             continue
         count += 1
-        name, given, made = part["name"], [i[2] for i in part["inputs"]], [o[2] for o in part["outputs"]]
-        problems += [f"{name} of {dtype}" for dtype in (*given, *made) if dtype in WIDE]
+        name, input_dtypes, output_dtypes = (
+            part["name"],
+            [i[2] for i in part["inputs"]],
+            [o[2] for o in part["outputs"]],
+        )
+        problems += [f"{name} of {dtype}" for dtype in (*input_dtypes, *output_dtypes) if dtype in WIDE]
         if name in CPU_ONLY:
             problems.append(f"{name}: {CPU_ONLY[name]}")
-        if name in ("Gather", "Scatter") and len(given) > MOST_INDEX_ARRAYS:
-            problems.append(f"{name} with {len(given)} arrays")
+        if name in ("Gather", "Scatter") and len(input_dtypes) > MOST_INDEX_ARRAYS:
+            problems.append(f"{name} with {len(input_dtypes)} arrays")
     assert count
     return problems
 
 
-def test_the_walk_finds_what_metal_lacks():
+def test_lacking_finds_what_metal_lacks():
     x, ids = mx.ones((4, 4)), mx.zeros((4, 4), mx.int32)
     assert lacking(lambda x: mx.softmax(x @ x) + 1, x) == []
     assert lacking(lambda x: mx.linalg.inv(x, stream=mx.cpu) + x, x) != []
@@ -228,11 +232,11 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("name", "pooled"), STEPS)
-def test_a_step_holds_nothing_that_metal_lacks(name, pooled, loaded, monkeypatch):
-    """Every function that a generation compiles: parts of the prompt, steps, writes, the choice of tokens."""
+def test_a_step_has_no_operation_that_metal_lacks(name, pooled, loaded, monkeypatch):
+    """Every function that a generation compiles: prompt chunks, steps, writes, the selection of tokens."""
     model = loaded(name)
     if not pooled:
-        model = type(model)(plain(name), model.config, model.generation_config)
+        model = type(model)(unrewritten_module(name), model.config, model.generation_config)
     calls: dict[int, tuple] = {}
 
     def watching(function, *args, **options):
@@ -257,20 +261,21 @@ def test_a_step_holds_nothing_that_metal_lacks(name, pooled, loaded, monkeypatch
         assert lacking(function, *inputs) == [], function.__qualname__
 
 
-def test_a_token_of_one_row_moves_nothing_but_its_keys(loaded):
-    """A step pays for each operation, so products get what they want as it lies: of a layer's six, and the head, none
-    is turned or laid flat, and two take in their sum with the residual stream; the one transpose is that of the
-    keys."""
+def test_a_step_of_one_token_has_no_operations_to_spare(loaded):
+    """Each operation costs a step time. Of a layer's six products and that of the logits none has its operands transposed
+    or reshaped, and two include the sum with the residual stream; the one transpose is that of the keys."""
     decoder = Decoder(loaded("llama").decoder, 1)
-    run = decoder.begin_session([40])
-    step = PooledStep(1, StepColumns(64), run.kv_cache.head_span, paged=False, has_positions=False).build(decoder.graph)
+    session = decoder.begin_session([40])
+    step = PooledStep(1, StepColumns(64), session.kv_cache.head_span, paged=False, has_positions=False).build(
+        decoder.graph
+    )
     arrays = (mx.array([[5]]), mx.array([3]), mx.array([1]))
-    found = parts(
-        lambda *given: step(PooledStepInputs(list(given[:-3]), *given[-3:], None, None, {}, None)),
-        *run.pools.arrays,
+    actual = parts(
+        lambda *arrays: step(PooledStepInputs(list(arrays[:-3]), *arrays[-3:], None, None, {}, None)),
+        *session.pools.arrays,
         *arrays,
     )
-    count = Counter(part["name"] for part in found if part["type"] == "primitive")
+    count = Counter(part["name"] for part in actual if part["type"] == "primitive")
     layers = 2
     assert count["Matmul"] == 4 * layers + 2  # and the angles of the rotation
     assert count["AddMM"] == 2 * layers
@@ -297,36 +302,38 @@ def test_a_token_of_one_row_moves_nothing_but_its_keys(loaded):
 )
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_step_copies_no_pool(name, mode, pages, compiled, loaded, request):
-    """Peak memory of a step is far below one pool, and the same from step to step."""
+    """The peak memory of a step is far below one pool, and the same from step to step."""
     if compiled:
         request.getfixturevalue("compiling")
-    decoder = Decoder(loaded(name).decoder if mode is None else plain(name), 1, cache_mode=mode, max_positions=2**20)
-    run = decoder.begin_session([2**15], **pages)
-    sizes = [pool.nbytes for pool in run.pools.arrays]
-    prefill(run, [[5, 6, 7, 8]])
+    decoder = Decoder(
+        loaded(name).decoder if mode is None else unrewritten_module(name), 1, cache_mode=mode, max_positions=2**20
+    )
+    session = decoder.begin_session([2**15], **pages)
+    sizes = [pool.nbytes for pool in session.pools.arrays]
+    prefill(session, [[5, 6, 7, 8]])
     peaks = []
     for token in range(12):
         gc.collect()
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        logits = run.step(np.array([[token]], np.int32), [1])
-        run.evaluate(logits)
+        logits = session.step(np.array([[token]], np.int32), [1])
+        session.evaluate(logits)
         peaks.append(mx.get_peak_memory() - before)
     assert sum(sizes) > 2**22
     assert max(peaks) < min(sizes) / 2, (peaks, sizes)
     assert max(peaks[6:]) <= max(peaks[:6]) + 2**16  # which of a step's small arrays live at once varies
 
 
-def test_memory_is_given_back_when_a_run_closes(loaded):
+def test_memory_is_freed_when_a_session_closes(loaded):
     decoder = Decoder(loaded("llama").decoder, 1, max_positions=2**20)
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
-    run = decoder.begin_session([2**15])
-    prefill(run, [[5, 6, 7]])
-    held = mx.get_active_memory() - before
-    run.close()
+    session = decoder.begin_session([2**15])
+    prefill(session, [[5, 6, 7]])
+    session_bytes = mx.get_active_memory() - before
+    session.close()
     gc.collect()
-    assert held > 2**22
-    assert mx.get_active_memory() - before < held / 20
+    assert session_bytes > 2**22
+    assert mx.get_active_memory() - before < session_bytes / 20

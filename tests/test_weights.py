@@ -1,4 +1,4 @@
-"""Weights: one file or shards with an index, and files that are missing, broken or elsewhere."""
+"""Weights: one file or shards with an index, and files that are missing, broken or outside the folder."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def save(folder, items: dict[str, mx.array], **options) -> None:
     weights.save(folder, [(name, array.nbytes, lambda array=array: array) for name, array in items.items()], **options)
 
 
-def same(found: dict[str, mx.array], wanted: dict[str, mx.array]) -> bool:
-    return found.keys() == wanted.keys() and all(
-        found[name].dtype == wanted[name].dtype and found[name].shape == wanted[name].shape and mx.array_equal(found[name], wanted[name])
-        for name in wanted
+def same(actual: dict[str, mx.array], expected: dict[str, mx.array]) -> bool:
+    return actual.keys() == expected.keys() and all(
+        actual[name].dtype == expected[name].dtype and actual[name].shape == expected[name].shape and mx.array_equal(actual[name], expected[name])
+        for name in expected
     )  # fmt: skip
 
 
-def test_one_file_holds_what_fits(tmp_path):
+def test_weights_that_fit_are_in_one_file(tmp_path):
     save(tmp_path, arrays())
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     assert same(weights.load(tmp_path, program(arrays())), arrays())
@@ -50,7 +50,7 @@ def test_one_file_holds_what_fits(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [1, 200, 400])
-def test_shards_and_their_index_hold_the_rest(tmp_path, limit):
+def test_more_weights_are_in_shards_with_an_index(tmp_path, limit):
     items = arrays()
     save(tmp_path, items, shard_bytes=limit)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -67,14 +67,14 @@ def test_shards_and_their_index_hold_the_rest(tmp_path, limit):
 
 
 def test_shards_are_read_by_other_tools(tmp_path):
-    """safetensors' own library knows nothing of MLX."""
+    """safetensors' own library reads them."""
     safetensors = pytest.importorskip("safetensors.numpy")
     items = {name: array for name, array in arrays().items() if array.dtype != mx.bfloat16}
     save(tmp_path, items, shard_bytes=300)
-    found = {}
+    actual = {}
     for path in tmp_path.glob("*.safetensors"):
-        found |= safetensors.load_file(path)
-    assert {name: array.tolist() for name, array in found.items()} == {
+        actual |= safetensors.load_file(path)
+    assert {name: array.tolist() for name, array in actual.items()} == {
         n: np.array(a).tolist() for n, a in items.items()
     }
 
@@ -121,7 +121,7 @@ def test_a_missing_shard_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["../secret", "/etc/passwd", "a/b", "..", ".", "", "a\0b", 3, None, ["x"]])
-def test_an_index_that_points_elsewhere_is_refused(tmp_path, place):
+def test_an_index_that_points_outside_the_folder_is_refused(tmp_path, place):
     folder = tmp_path / "model"
     folder.mkdir()
     save(folder, {"w": mx.zeros(2)})
@@ -136,7 +136,7 @@ def test_an_index_that_points_elsewhere_is_refused(tmp_path, place):
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": "w"}', "[" * 10**5, "\xff"]
 )
-def test_an_index_that_is_none_is_refused(tmp_path, text):
+def test_a_malformed_index_is_refused(tmp_path, text):
     save(tmp_path, {"w": mx.zeros(2)})
     (tmp_path / "model.safetensors.index.json").write_text(text, encoding="latin-1")
     refused(tmp_path, {"w": mx.zeros(2)}, "no index")

@@ -1,4 +1,4 @@
-"""Decoders whose attention all goes through a window: a row costs the window, however long it gets, and is right."""
+"""Decoders whose attention has windows: a row needs the slots of its window, however long it gets."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ NEAR = 1e-4  # of the logits' spread, as the goldens have it
 
 @pytest.fixture
 def small(monkeypatch):
-    """Rings of 16 slots for a window of 8, so that short texts go round them."""
+    """Rings of 16 slots for a window of 8, so that short texts wrap around them."""
     monkeypatch.setattr(buckets, "SMALLEST_BUCKET", 16)
     assert Ring.for_window(8) == (8, 16)
 
 
 def truth(name: str, text: list[int]) -> np.ndarray:
-    """onnxruntime's logits [tokens, vocab] of the text in one step, without a past."""
+    """Returns onnxruntime's logits [tokens, vocab] of the text in one step, without a past."""
     session = onnxruntime.InferenceSession(FIXTURES / name / "model.onnx", providers=["CPUExecutionProvider"])
     feed = {"input_ids": [text], "attention_mask": [[1] * len(text)], "position_ids": [list(range(len(text)))]}
     given = {}
@@ -53,42 +53,46 @@ def truth(name: str, text: list[int]) -> np.ndarray:
     return session.run(["logits"], given)[0][0]
 
 
-def checked(run, wanted: np.ndarray, row: int, logits: mx.array) -> None:
-    run.evaluate(logits)
-    end = int(run.lengths[row]) - 1
-    assert np.abs(ops.to_host(logits[row]) - wanted[end]).max() <= NEAR * np.ptp(wanted[end]), end
+def checked(session, expected: np.ndarray, row: int, logits: mx.array) -> None:
+    session.evaluate(logits)
+    end = int(session.lengths[row]) - 1
+    assert np.abs(ops.to_host(logits[row]) - expected[end]).max() <= NEAR * np.ptp(expected[end]), end
 
 
 @pytest.mark.parametrize("pages", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", WINDOWED)
 def test_every_logit_of_a_long_text_is_onnxruntimes(name, pages, loaded):
-    """A prompt longer than the window in the longest parts that a ring takes, then tokens one by one, two rows apart."""
+    """A prompt longer than the window in the longest chunks that a ring takes, then single tokens, in two rows."""
     decoder = Decoder(loaded(name).decoder, 2)
     assert decoder.ring == (8, 64)
-    wanted = truth(name, TEXT)
-    run = decoder.begin_session([250, 250], **pages)
+    expected = truth(name, TEXT)
+    session = decoder.begin_session([250, 250], **pages)
     held, columns = [], []
-    for part in [*prefill_chunks(100, run.max_step_tokens), *[1] * 150]:
-        at = run.lengths.tolist()
+    for part in [*prefill_chunks(100, session.max_step_tokens), *[1] * 150]:
+        at = session.lengths.tolist()
         counts = [min(part, 250 - at[0]), min(max(1, part // 2), 250 - at[1])]
         tokens = [(TEXT[start : start + count] + [0] * part)[:part] for start, count in zip(at, counts, strict=True)]
-        columns.append(run._step_columns(int((run.lengths + counts).max()), part).context)
-        logits = run.step(np.array(tokens, np.int32), counts)
+        columns.append(session._step_columns(int((session.lengths + counts).max()), part).context)
+        logits = session.step(np.array(tokens, np.int32), counts)
         for row in range(2):
-            checked(run, wanted, row, logits)
-        held.append(run.block_manager.num_slots - run.block_manager.free_slots if pages else 2 * run.kv_cache.head_span)
+            checked(session, expected, row, logits)
+        held.append(
+            session.block_manager.num_slots - session.block_manager.free_slots
+            if pages
+            else 2 * session.kv_cache.head_span
+        )
     assert max(columns) == 64
     block = pages.get("block_size", 1)
     assert max(held) <= 2 * (64 + 2 * block)
     assert held[-1] <= (2 * (8 + 1 + 2 * block) if pages else 2 * 64)
-    assert run.block_manager.num_slots <= 2 * (64 + 2 * block)
-    run.close()
+    assert session.block_manager.num_slots <= 2 * (64 + 2 * block)
+    session.close()
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("pages", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", MIXED)
-def test_layers_with_a_window_read_it_alone_and_every_logit_is_onnxruntimes(name, pages, loaded, monkeypatch):
+def test_layers_with_a_window_read_only_it_and_every_logit_is_onnxruntimes(name, pages, loaded, monkeypatch):
     """Steps of several tokens too, in rows of two lengths."""
     widths: list[int] = []
     of = pooled_attention.layer_index
@@ -97,67 +101,67 @@ def test_layers_with_a_window_read_it_alone_and_every_logit_is_onnxruntimes(name
     )
     decoder = Decoder(loaded(name).decoder, 2)
     assert (decoder.ring, decoder.max_window) == (None, 8)
-    wanted = truth(name, TEXT)
-    run = decoder.begin_session([250, 250], **pages)
+    expected = truth(name, TEXT)
+    session = decoder.begin_session([250, 250], **pages)
     for part in [*prefill_chunks(100), 8, 9, *[1] * 133]:
-        at = run.lengths.tolist()
+        at = session.lengths.tolist()
         counts = [min(part, 250 - at[0]), min(max(1, part // 2), 250 - at[1])]
         tokens = [(TEXT[start : start + count] + [0] * part)[:part] for start, count in zip(at, counts, strict=True)]
         widths.clear()
-        logits = run.step(np.array(tokens, np.int32), counts)
+        logits = session.step(np.array(tokens, np.int32), counts)
         for row in range(2):
-            checked(run, wanted, row, logits)
+            checked(session, expected, row, logits)
         assert len(widths) == 2  # one layer of each kind
         if part == 1:
-            context = context_bucket(int(run.lengths.max()))
+            context = context_bucket(int(session.lengths.max()))
             assert sorted(widths) == [16, context]
-    run.close()
+    session.close()
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", WINDOWED)
-def test_forks_and_guesses_past_many_windows_are_onnxruntimes(name, loaded):
-    """Rows that part and take over from each other, and trees of guesses of which a path is kept."""
+def test_forks_and_drafts_past_many_windows_are_onnxruntimes(name, loaded):
+    """Rows that fork and continue each other, and draft trees of which a path is accepted."""
     draw = np.random.default_rng(3)
     module = loaded(name).decoder
     texts = [draw.integers(3, 60, 90).tolist() for _ in range(3)]
-    run = Decoder(module, 3).begin_session([140] * 3, paged=True)
+    session = Decoder(module, 3).begin_session([140] * 3, paged=True)
     known = [text[:20] for text in texts]
-    for part in prefill_chunks(20, run.max_step_tokens):
-        at = int(run.lengths[0])
-        run.evaluate(run.step(np.array([text[at : at + part] for text in texts], np.int32), [part] * 3))
+    for part in prefill_chunks(20, session.max_step_tokens):
+        at = int(session.lengths[0])
+        session.evaluate(session.step(np.array([text[at : at + part] for text in texts], np.int32), [part] * 3))
     for turn in range(20):
         parents = draw.integers(0, 3, 3).tolist()
-        run.fork(parents)
+        session.fork(parents)
         known = [list(known[parent]) for parent in parents]
         if turn % 2:
             tokens = draw.integers(3, 60, (3, 1)).astype(np.int32)
             known = [[*text, int(token)] for text, token in zip(known, tokens[:, 0], strict=True)]
-            logits = run.step(tokens, [1] * 3)[:, None]
+            logits = session.step(tokens, [1] * 3)[:, None]
             paths, trees = [[0]] * 3, known
         else:  # node 0, two after it, and one after the second
             tokens = draw.integers(3, 60, (3, 4)).astype(np.int32)
             sees = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
-            logits = run.verify_draft(tokens, np.stack([sees] * 3), np.array([[0, 1, 1, 2]] * 3))
+            logits = session.verify_draft(tokens, np.stack([sees] * 3), np.array([[0, 1, 1, 2]] * 3))
             paths = [[[0], [0, 1], [0, 2, 3]][draw.integers(0, 3)] for _ in range(3)]
             trees = [[*text, *row[path].tolist()] for text, row, path in zip(known, tokens, paths, strict=True)]
-        run.evaluate(logits)
+        session.evaluate(logits)
         if not turn % 2:
-            run.accept(paths)
+            session.accept(paths)
         for row, (text, path) in enumerate(zip(trees, paths, strict=True)):
-            wanted = truth(name, text)[-1]
-            found = ops.to_host(logits[row, path[-1] if not turn % 2 else 0])
-            assert np.abs(found - wanted).max() <= NEAR * np.ptp(wanted)
+            expected = truth(name, text)[-1]
+            actual = ops.to_host(logits[row, path[-1] if not turn % 2 else 0])
+            assert np.abs(actual - expected).max() <= NEAR * np.ptp(expected)
         known = trees
-        assert run.block_manager.num_slots - run.block_manager.free_slots <= 3 * (8 + 4)
-    assert run.copied_slots == 0
-    assert run.lengths.min() > 2 * 16
+        assert session.block_manager.num_slots - session.block_manager.free_slots <= 3 * (8 + 4)
+    assert session.copied_slots == 0
+    assert session.lengths.min() > 2 * 16
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", WINDOWED)
-def test_the_goldens_go_round_the_ring(name, loaded):
-    """transformers' tokens, alone, in a ragged batch, in steps of prompts of several sizes."""
+def test_the_goldens_wrap_around_the_ring(name, loaded):
+    """transformers' tokens, of one prompt, of a ragged batch, with prompt chunks of several sizes."""
     model, rows = loaded(name), rows_of(name)
     for most in (1, 4, 2048):
         ctx = generation.context(
@@ -165,8 +169,8 @@ def test_the_goldens_go_round_the_ring(name, loaded):
         )
         gen = generation.compile(ctx, len(rows))
         assert gen.decoder.ring == (8, 16)
-        found = generation.generate(gen, [row["prompt"] for row in rows], [0] * len(rows))
-        assert [[t.id for t in text][: len(w)] for text, w in zip(found, tokens_of(rows), strict=True)] == tokens_of(
+        actual = generation.generate(gen, [row["prompt"] for row in rows], [0] * len(rows))
+        assert [[t.id for t in text][: len(w)] for text, w in zip(actual, tokens_of(rows), strict=True)] == tokens_of(
             rows
         )
         for row in rows:
@@ -178,9 +182,9 @@ def generated(gen, prompts, **more):
     return generation.generate(gen, prompts, list(range(len(prompts))), **more)
 
 
-def same(found, wanted) -> None:
-    assert [[token.id for token in text] for text in found] == [[token.id for token in text] for text in wanted]
-    for text, other in zip(found, wanted, strict=True):
+def same(actual, expected) -> None:
+    assert [[token.id for token in text] for text in actual] == [[token.id for token in text] for text in expected]
+    for text, other in zip(actual, expected, strict=True):
         np.testing.assert_allclose([t.logprob for t in text], [t.logprob for t in other], rtol=0, atol=2e-4)
 
 
@@ -209,7 +213,7 @@ OPTIONS = st.sampled_from(
     step=st.sampled_from([3, 16, 2048]),
     cached=st.sampled_from([None, 1, 4]),
 )
-def test_texts_are_those_of_a_cache_that_keeps_and_reads_everything(name, options, lengths, new, step, cached, loaded):
+def test_texts_are_those_of_a_cache_without_rings(name, options, lengths, new, step, cached, loaded):
     model = loaded(name)
     if "num_assistant_tokens" in options:
         options = {**options, "assistant_model": model}
@@ -219,18 +223,18 @@ def test_texts_are_those_of_a_cache_that_keeps_and_reads_everything(name, option
     for each in (all_kept.decoder, *([all_kept.assistant.decoder] if all_kept.assistant else [])):
         each.ring = each.max_window = None
     prompts = [TEXT[:length] for length in lengths]
-    wanted = generated(all_kept, prompts)
+    expected = generated(all_kept, prompts)
     if cached is None:
-        same(generated(gen, prompts), wanted)
+        same(generated(gen, prompts), expected)
         return
     cache = PromptCache(model, block=cached, kv_bits=options.get("kv_bits"))
     for _ in range(2):
-        same(generated(gen, prompts, prompt_cache=cache), wanted)
+        same(generated(gen, prompts, prompt_cache=cache), expected)
 
 
 @pytest.mark.usefixtures("small")
-def test_several_prompts_in_a_lane_go_on_in_rings(loaded):
-    """Where they are short enough for their rows; longer ones run in parts."""
+def test_a_packed_prefill_continues_in_rings(loaded):
+    """Prompts that are short enough for their rows are packed; longer ones run in chunks."""
     model = loaded("mistral")
     ctx = generation.context(model, max_new_tokens=30, eos_token_id=None, do_sample=False, token_logprobs=True)
     gen, all_kept = (generation.compile(ctx, 6) for _ in range(2))
@@ -239,66 +243,74 @@ def test_several_prompts_in_a_lane_go_on_in_rings(loaded):
         prompts = [TEXT[i : i + n] for i, n in enumerate(lengths)]
         same(generated(gen, prompts), generated(all_kept, prompts))
         assert any(isinstance(step, PackedPrefillStep) for step in gen.decoder._compiled_steps) == packs or not packs
-    run = gen.decoder.begin_session([40] * 6)
+    session = gen.decoder.begin_session([40] * 6)
     with pytest.raises(DecoderError, match="at most 9 each"):
-        run.prefill_packed([TEXT[:10], [], [], [], [], []], 10)
+        session.prefill_packed([TEXT[:10], [], [], [], [], []], 10)
 
 
 @pytest.mark.parametrize("pages", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_row_is_set_back_while_its_window_is_there(pages, loaded):
-    decoder, wanted = Decoder(loaded("mistral").decoder, 1), truth("mistral", TEXT)
-    run = decoder.begin_session([250], **pages)
+def test_a_row_is_truncated_while_its_window_is_in_the_cache(pages, loaded):
+    decoder, expected = Decoder(loaded("mistral").decoder, 1), truth("mistral", TEXT)
+    session = decoder.begin_session([250], **pages)
     at = 0
-    for part in prefill_chunks(200, run.max_step_tokens):
-        run.evaluate(run.step(np.array([TEXT[at : at + part]], np.int32), [part]))
+    for part in prefill_chunks(200, session.max_step_tokens):
+        session.evaluate(session.step(np.array([TEXT[at : at + part]], np.int32), [part]))
         at += part
-    least = 200 - run.row_slots.ring.max_step_tokens if not pages else int(run.row_slots.first_positions()[0]) + 7
+    least = (
+        200 - session.row_slots.ring.max_step_tokens if not pages else int(session.row_slots.first_positions()[0]) + 7
+    )
     with pytest.raises(DecoderError, match="a window of 8 tokens before"):
-        run.truncate([least - 1])
+        session.truncate([least - 1])
     wrong = np.array([[7] * (200 - least)], np.int32)
-    run.truncate([max(least, 195)])
+    session.truncate([max(least, 195)])
     with pytest.raises(DecoderError, match="a window of 8 tokens before"):
-        run.truncate([least - 1])
-    run.truncate([least])
+        session.truncate([least - 1])
+    session.truncate([least])
     if wrong.size:
-        run.evaluate(run.step(wrong, [wrong.size]))
-        run.truncate([least])
+        session.evaluate(session.step(wrong, [wrong.size]))
+        session.truncate([least])
     for token in TEXT[least : least + 30]:
-        checked(run, wanted, 0, run.step(np.array([[token]], np.int32), [1]))
+        checked(session, expected, 0, session.step(np.array([[token]], np.int32), [1]))
 
 
 @pytest.mark.usefixtures("compiling")
 @pytest.mark.parametrize("pages", LAYOUTS.values(), ids=LAYOUTS)
-def test_steps_and_slots_stay_what_they_are_however_long_a_row_gets(pages, loaded):
+def test_steps_and_slots_do_not_grow_with_the_length_of_a_row(pages, loaded):
     decoder = Decoder(loaded("mistral").decoder, 1, max_positions=2**20)
-    run = decoder.begin_session([2**20], **pages)
-    size = sum(pool.nbytes for pool in run.pools.arrays)
-    assert size < 3 * 64 * run.kv_cache.slot_nbytes
+    session = decoder.begin_session([2**20], **pages)
+    size = sum(pool.nbytes for pool in session.pools.arrays)
+    assert size < 3 * 64 * session.kv_cache.slot_nbytes
     seen = []
     for count in (100, 300):
         for _ in range(count):
-            run.evaluate(run.step(np.array([[5]], np.int32), [1]))
-        seen.append((decoder.compilations, run.block_manager.free_slots, run._step_columns(int(run.lengths[0]) + 1, 1)))
+            session.evaluate(session.step(np.array([[5]], np.int32), [1]))
+        seen.append(
+            (
+                decoder.compilations,
+                session.block_manager.free_slots,
+                session._step_columns(int(session.lengths[0]) + 1, 1),
+            )
+        )
     assert seen[0] == seen[1]
     assert seen[0][2] == (64, True, 0)
     assert decoder.compilations == 2  # of the ring before it is full, and after
 
 
 def test_a_step_of_more_tokens_than_a_ring_takes_is_refused(loaded):
-    run = Decoder(loaded("mistral").decoder, 1).begin_session([200])
-    assert run.max_step_tokens == 57
+    session = Decoder(loaded("mistral").decoder, 1).begin_session([200])
+    assert session.max_step_tokens == 57
     with pytest.raises(DecoderError, match="a step of 65 tokens over a window of 8; expected at most 57"):
-        run.step(np.array([TEXT[:65]], np.int32), [65])
+        session.step(np.array([TEXT[:65]], np.int32), [65])
     assert Decoder(loaded("mistral").decoder, 1).begin_session([64]).max_step_tokens is None  # no row outgrows it
 
 
-def test_only_decoders_without_a_layer_that_sees_everything_have_a_ring(loaded):
+def test_only_decoders_whose_layers_all_have_a_window_have_a_ring(loaded):
     decoders = {name: Decoder(loaded(name).decoder, 1) for name in NAMES}
     assert [name for name, decoder in decoders.items() if decoder.ring] == WINDOWED
     assert [name for name, decoder in decoders.items() if decoder.max_window and not decoder.ring] == MIXED
 
 
-def test_a_program_with_an_odd_window_has_no_ring(loaded):
+def test_a_program_with_a_malformed_window_has_no_ring(loaded):
     program = loaded("mistral").decoder.program
     assert find_attention_windows(program) == {8}
     for window in ("8", 0, -3, None):
@@ -346,6 +358,6 @@ def test_a_ring_has_a_quarter_more_than_its_window(window, slots):
         (128, 2048, 8192, False, 0),
     ],
 )
-def test_a_window_is_read_alone_where_that_is_less(window, seq, context, paged, columns):
-    """Columns that are gathered cost about four of a run's, which are read as they lie, and one of a page's."""
+def test_layers_read_only_their_window_where_that_is_less(window, seq, context, paged, columns):
+    """A gathered column costs as much as four of a run, which is read as it lies, and as one of a block."""
     assert choose_window_context(window, seq, context, paged) == columns

@@ -12,7 +12,7 @@ from mlx_transmuter.cache.block_manager import BlockManager
 from mlx_transmuter.cache.errors import CacheError
 from mlx_transmuter.cache.layout import ceil_div, pool_rows, pool_size, spare_row
 from mlx_transmuter.cache.pools import Pools, write_rows
-from mlx_transmuter.cache.quantized_pool import QuantizedFormat
+from mlx_transmuter.cache.quantized_pool import QuantizedFormat, QuantizedPool
 
 
 class PoolSpec(NamedTuple):
@@ -27,6 +27,28 @@ class PoolSpec(NamedTuple):
     def slot_nbytes(self) -> int:
         """The bytes of a slot."""
         return self.heads * self.width * self.dtype.size
+
+    @staticmethod
+    def for_vectors(heads: int, dim: int, dtype: mx.Dtype, bits: int | None = None, group_size: int = 64) -> PoolSpec:
+        """The spec of a pool of `heads` vectors of dim elements of a dtype a slot; with bits, quantized to so many bits
+        an element. Raises CacheError for other bits or groups than QuantizedFormat takes.
+        """
+        if bits is None:
+            return PoolSpec(heads, dim, dtype)
+        quantized_format = QuantizedFormat.choose(bits, group_size, dim, dtype)
+        return PoolSpec(heads, quantized_format.width, mx.uint32, quantized_format)
+
+    def as_pool(self, array: mx.array) -> mx.array | QuantizedPool:
+        """The pool's array as a layer takes it, which stores and reads vectors."""
+        return QuantizedPool(array, self.quantized_format) if self.quantized_format else array
+
+    def encode(self, vectors: mx.array) -> mx.array:
+        """Vectors [..., dim] as rows of the pool, [..., width]."""
+        return self.quantized_format.quantize(vectors) if self.quantized_format else vectors.astype(self.dtype)
+
+    def decode(self, rows: mx.array) -> mx.array:
+        """Rows of the pool [..., width] as vectors, [..., dim]."""
+        return self.quantized_format.dequantize(rows) if self.quantized_format else rows
 
 
 class KVCache:

@@ -8,9 +8,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_transmuter import ops
-from mlx_transmuter.cache import KVCache, PoolSpec, QuantizedFormat
+from mlx_transmuter.cache import KVCache, PoolSpec
 from mlx_transmuter.program.attention_nodes import attention_windows
-from mlx_transmuter.program.cache_pairs import CachePair
 from mlx_transmuter.program.metadata import Metadata
 from mlx_transmuter.program.run_plan import RunPlan
 from mlx_transmuter.program.signature import CacheMode, DecoderSignature
@@ -57,7 +56,10 @@ class Decoder:
         self.max_positions: int | None = max_positions or Metadata(program.metadata).max_positions
         if kv_bits is not None and not self.signature.cache_pairs:
             raise DecoderError(f"kv_bits={kv_bits}", "None: this decoder has no keys and values", "leave out kv_bits")
-        self.pool_specs = tuple(_pool_spec(pair, kv_bits, kv_group_size) for pair in self.signature.cache_pairs)
+        self.pool_specs = tuple(
+            PoolSpec.for_vectors(pair.heads, pair.head_dim, ops.device_dtype(pair.dtype), kv_bits, kv_group_size)
+            for pair in self.signature.cache_pairs
+        )
         windows = attention_windows(program) if self.signature.uses_pools else ()
         self.max_window = max(windows, default=0) or None
         self.ring = Ring.for_window(max(windows)) if windows and min(windows) else None
@@ -182,12 +184,3 @@ class Decoder:
         if step not in self._compiled_steps:
             self._compiled_steps[step] = mx.compile(step.build(self.graph))
         return self._compiled_steps[step]
-
-
-def _pool_spec(pair: CachePair, bits: int | None, group_size: int) -> PoolSpec:
-    """Returns what a slot holds of a cache pair, in `bits` bits an element; None: as it is."""
-    dtype = ops.device_dtype(pair.dtype)
-    if bits is None:
-        return PoolSpec(pair.heads, pair.head_dim, dtype)
-    quantized = QuantizedFormat.choose(bits, group_size, pair.head_dim, dtype)
-    return PoolSpec(pair.heads, quantized.width, mx.uint32, quantized)

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import NAMES
-from decoding import plain, rows_of, tokens_of
+from decoding import rows_of, tokens_of, unrewritten_module
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -132,7 +132,7 @@ MODES = [("llama", "append"), ("mistral", "append"), ("llama_genai", "in_place")
 @pytest.mark.parametrize(("name", "mode"), MODES)
 def test_a_graph_without_pools_shares_prefixes_too(name, mode, block, computed_counts):
     """Rows of equal length with stored prefixes of several lengths: mode grow uses the shortest of them."""
-    model = Model(plain(name))
+    model = Model(unrewritten_module(name))
     gen = compile_model(model, 2, Decoder(model.decoder, 2, cache_mode=mode))
     cache = PromptCache(model, block=block)
     generation.generate(gen, [TOKENS[:9], TOKENS[20:24]], [0, 0], prompt_cache=cache)

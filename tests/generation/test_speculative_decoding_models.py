@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from decoding import plain
+from decoding import unrewritten_module
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from setting_strategies import MODEL_PROCESSOR_SETTINGS, MODEL_SAMPLING_SETTINGS
@@ -68,8 +68,10 @@ def generate(name: str, loaded: Any, assistant: str | None = None, **options: An
     return generation.run_to_end(steps)
 
 
-def assert_same_results(found: list[generation.GenerationResult], plain: list[generation.GenerationResult]) -> None:
-    for one, other in zip(found, plain, strict=True):
+def assert_same_results(
+    found: list[generation.GenerationResult], unrewritten_module: list[generation.GenerationResult]
+) -> None:
+    for one, other in zip(found, unrewritten_module, strict=True):
         assert [token.id for token in one.tokens] == [token.id for token in other.tokens]
         assert one.finish_reason == other.finish_reason
         far = [abs(a.logprob - b.logprob) for a, b in zip(one.tokens, other.tokens, strict=True)]
@@ -120,13 +122,16 @@ def test_some_drafts_are_accepted(name, loaded):
     """Biases make rows repeat themselves, so that long paths are accepted: past the windows too."""
     bias = [[[70 + place, 71 + place], 60.0] for place in range(20)] + [[[90, 70], 60.0]]
     options = {"max_new_tokens": 40, "sequence_bias": bias, "eos_token_id": None}
-    plain, found = generate(name, loaded, **options), generate(name, loaded, prompt_lookup_num_tokens=5, **options)
-    assert_same_results(found, plain)
+    unrewritten_module, found = (
+        generate(name, loaded, **options),
+        generate(name, loaded, prompt_lookup_num_tokens=5, **options),
+    )
+    assert_same_results(found, unrewritten_module)
     assert sum(result.draft_counts.accepted for result in found if result.draft_counts) > 20
 
 
 def test_a_graph_without_pools_refuses_drafts(loaded):
-    ctx = generation.context(replace(loaded("llama"), decoder=plain("llama")), prompt_lookup_num_tokens=3)
+    ctx = generation.context(replace(loaded("llama"), decoder=unrewritten_module("llama")), prompt_lookup_num_tokens=3)
     with pytest.raises(GenerationError, match="prompt_lookup_num_tokens"):
         generation.compile(ctx, 1)
 
@@ -171,9 +176,9 @@ def test_float16_differs_from_plain_decoding_only_at_ties(loaded):
     """Half precision rounds sums of another order differently: tokens may differ from plain decoding's where two of them are
     within rounding of each other, and nowhere else."""
     options = {"max_new_tokens": 20, "eos_token_id": None}
-    plain = generate("llama_fp16", loaded, **options)
+    unrewritten_module = generate("llama_fp16", loaded, **options)
     found = generate("llama_fp16", loaded, prompt_lookup_num_tokens=4, **options)
-    for one, other in zip(found, plain, strict=True):
+    for one, other in zip(found, unrewritten_module, strict=True):
         for a, b in zip(one.tokens, other.tokens, strict=True):
             assert abs(a.logprob - b.logprob) <= 0.02
             if a.id != b.id:

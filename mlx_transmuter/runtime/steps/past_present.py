@@ -124,8 +124,7 @@ class _PastForm(ABC):
     def _read_pool(
         self, pool: mx.array, spec: PoolSpec, pair: CachePair, index: CacheIndex, selected: bool
     ) -> mx.array:
-        vectors = index.for_heads(pair.heads, self.step.head_span).read(pool)
-        vectors = spec.quantized_format.dequantize(vectors) if spec.quantized_format else vectors
+        vectors = spec.decode(index.for_heads(pair.heads, self.step.head_span).read(pool))
         vectors = vectors[:, 0] if selected else vectors
         order, sizes = pair.axis_order, pair.shape_for(vectors.shape[0] // pair.heads, vectors.shape[1])
         axes = [order.index(axis) for axis in range(len(order))]

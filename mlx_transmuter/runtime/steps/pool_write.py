@@ -41,10 +41,7 @@ class PoolWrite:
             return [
                 index.for_heads(spec.heads, self.head_span)
                 .with_spare_row(spare_row(pool.shape[0]))
-                .write(
-                    spec.quantized_format.quantize(vectors) if spec.quantized_format else vectors.astype(pool.dtype),
-                    pool,
-                )
+                .write(spec.encode(vectors), pool)
                 for pool, vectors, spec in zip(inputs.pools, inputs.new_vectors, graph.pool_specs, strict=True)
             ]
 

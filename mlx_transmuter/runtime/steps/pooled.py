@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -109,23 +109,17 @@ def run_over_pools(
 ) -> tuple[dict[str, mx.array], list[mx.array]]:
     """Returns the outputs of the program over pools, and the new pools; see StepInputs.feed and StepInputs.pools."""
     step_inputs = graph.step_inputs
+    layer_pools = [spec.as_pool(pool) for spec, pool in zip(graph.pool_specs, pools, strict=True)]
     feed = step_inputs.feed(
         tokens=tokens,
         positions=positions,
-        past=step_inputs.pools(_quantized(graph, pools), index, head_span, window_index=window_index),
+        past=step_inputs.pools(layer_pools, index, head_span, window_index=window_index),
         logit_indices=logit_indices,
         extra_inputs=extra_inputs,
     )
     outputs = graph.module(**feed)
     presents = [outputs[pair.present] for pair in graph.signature.cache_pairs]
     return outputs, [pool.rows if isinstance(pool, QuantizedPool) else pool for pool in presents]
-
-
-def _quantized(graph: DecoderGraph, pools: Sequence[mx.array]) -> list[mx.array | QuantizedPool]:
-    return [
-        QuantizedPool(pool, spec.quantized_format) if spec.quantized_format else pool
-        for spec, pool in zip(graph.pool_specs, pools, strict=True)
-    ]
 
 
 def as_window_ring(graph: DecoderGraph, index: CacheIndex) -> CacheIndex:

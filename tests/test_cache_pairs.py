@@ -1,4 +1,4 @@
-"""Entries: pasts and presents paired by the spellings of the field, by order and shape, and what is refused by name."""
+"""Cache pairs: pasts and presents paired by the spellings of exporters, by order and shape, and what is refused."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ SPELLINGS = {
 def test_pairs_are_found_by_their_names(spelling, turned):
     past, present = SPELLINGS[spelling]
     outputs = [value(present.format(i=i)) for i in range(12)]
-    found = find_pairs([value(past.format(i=i)) for i in range(12)], outputs[::-1] if turned else outputs)
-    assert [(entry.past, entry.present) for entry in found] == [
+    actual = find_pairs([value(past.format(i=i)) for i in range(12)], outputs[::-1] if turned else outputs)
+    assert [(entry.past, entry.present) for entry in actual] == [
         (past.format(i=i), present.format(i=i)) for i in range(12)
     ]
-    assert all(isinstance(entry, CachePair) for entry in found)
+    assert all(isinstance(entry, CachePair) for entry in actual)
 
 
 STATES = {
@@ -62,7 +62,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("spelling", STATES)
-def test_states_are_told_from_a_cache(spelling):
+def test_states_are_distinguished_from_a_cache(spelling):
     past, present, shape = STATES[spelling]
     inputs = [value(past.format(i=0), shape), value("past_key_values.1.key"), value(past.format(i=2), shape)]
     outputs = [value(present.format(i=0), shape), value("present.1.key"), value(present.format(i=2), shape)]
@@ -74,22 +74,24 @@ def test_states_are_told_from_a_cache(spelling):
     assert first.shape_for(5) == (5, *shape[1:])
 
 
-def test_names_that_say_nothing_are_paired_by_order_and_shape():
+def test_opaque_names_are_paired_by_order_and_shape():
     inputs = [value("onnx::Concat_3"), value("onnx::Concat_4", CONV), value("onnx::Concat_5")]
     outputs = [value("1203"), value("1204", CONV), value("1205")]
-    found = find_pairs(inputs, outputs)
-    assert [one.present for one in found] == ["1203", "1204", "1205"]
-    assert [type(one) for one in found] == [CachePair, StatePair, CachePair]
+    actual = find_pairs(inputs, outputs)
+    assert [one.present for one in actual] == ["1203", "1204", "1205"]
+    assert [type(one) for one in actual] == [CachePair, StatePair, CachePair]
     assert find_pairs(inputs, outputs[:2]) == ()  # one too few: nothing says that they are carried
     assert find_pairs(inputs, [outputs[0], outputs[2], outputs[1]]) == ()  # and of other shapes neither
 
 
 def test_pasts_with_presents_of_opaque_names_are_paired_by_order():
-    found = find_pairs([value("past_key_values.0.key"), value("past_key_values.0.value")], [value("812"), value("815")])
-    assert [one.present for one in found] == ["812", "815"]
+    actual = find_pairs(
+        [value("past_key_values.0.key"), value("past_key_values.0.value")], [value("812"), value("815")]
+    )
+    assert [one.present for one in actual] == ["812", "815"]
 
 
-def test_what_is_not_carried_is_left_out():
+def test_inputs_that_are_not_carried_are_left_out():
     inputs = [
         value("past_key_values.0.key"),
         value("encoder_hidden_states", ("batch_size", "encoder_length", 8)),
@@ -114,7 +116,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_carried_is_refused_by_name(what):
+def test_a_cache_that_cannot_be_carried_is_refused_by_name(what):
     inputs, outputs, match = REFUSED[what]
     with pytest.raises(SignatureError, match=match) as error:
         find_pairs(inputs, outputs)
@@ -130,7 +132,7 @@ def test_an_error_lists_both_sides():
     assert "something_5, other" in error.value.found
 
 
-def test_names_of_parts_of_a_cache():
+def test_names_that_call_a_tensor_a_cache():
     assert all(map(is_cache_or_state_name, ("past_0", "present.0.key", "k_cache_1", "conv_state_out_3", "past_conv.0")))
     assert not any(
         map(is_cache_or_state_name, ("logits", "last_hidden_state", "hidden_states.0", "attentions.0", "input_ids"))
