@@ -68,7 +68,7 @@ def _proof_lines(metadata: Metadata, plan: RunPlan) -> list[str]:
         f"- the cache works in the mode `{plan.cache_mode}`;",
         # A rewrite that replaced and skipped nothing found nothing to do.
         *(_rewrite_line(rewrite) for rewrite in metadata.rewrites if rewrite.replaced or rewrite.skipped),
-        f"- {nodes.read} nodes were read, {nodes.kept} are left.",
+        f"- {nodes.read} nodes were read, {nodes.remaining} are left.",
     ]
 
 
@@ -104,5 +104,5 @@ def _quantization_lines(record: Quantization) -> list[str]:
         f"On the same prompts that moves the logits by up to {record.error:.1e} of their spread, and the next "
         f"token's distribution by {record.divergence:.1e} nats (Kullback-Leibler).",
         "",
-        *(f"- `{layer}` stays as it is: {reason};" for layer, reason in record.kept.items()),
+        *(f"- `{layer}` stays as it is: {reason};" for layer, reason in record.unquantized.items()),
     ]

@@ -42,7 +42,7 @@ def main() -> None:
             plan = RunPlan.from_program(program, DecoderSignature.from_program(program)).label
             pools = f"{proof.tried['pools']:.0e}" if "pools" in proof.tried else "—"
             counts = " | ".join(str(rewrite.replaced or "") for rewrite in metadata.rewrites)
-            row = (source.name, f"{nodes.read} → {nodes.kept}", plan, f"{proof.tried[plan]:.0e}", pools, counts)
+            row = (source.name, f"{nodes.read} → {nodes.remaining}", plan, f"{proof.tried[plan]:.0e}", pools, counts)
             rows.append(f"| {' | '.join(row)} |")
     columns = ["model", "nodes", "mode", "error", "over pools", *names]
     table = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *rows]

@@ -122,8 +122,8 @@ def test_prompts_are_not_packed_where_that_saves_a_quarter_or_less(loaded, monke
 def test_a_packed_prefill_has_no_more_tokens_than_a_step_may(most, loaded, monkeypatch, computed):
     prompts = [DRAW.integers(3, 60, n).tolist() for n in (14, 3, 9, 2)]
     assert_same_texts(monkeypatch, loaded("llama"), prompts, [0] * 4, max_new_tokens=1, prefill_step_size=most)
-    lanes = [size for what, size in computed if what == "packed"]
-    assert lanes == {16: [14, 14], 40: [28], 64: [28]}[most]
+    packed_rows = [size for what, size in computed if what == "packed"]
+    assert packed_rows == {16: [14, 14], 40: [28], 64: [28]}[most]
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
@@ -183,12 +183,14 @@ def test_wrong_packed_prefills_are_refused(loaded):
     most=st.none() | st.integers(1, 600),
 )
 def test_packed_rows_have_each_prompt_once_and_far_fewer_tokens(lengths, rows, most):
-    lanes, limit = plan_packed_prefill(lengths, rows, most), min(MAX_PACKED_TOKENS, most or MAX_PACKED_TOKENS)
+    packed_rows, limit = plan_packed_prefill(lengths, rows, most), min(MAX_PACKED_TOKENS, most or MAX_PACKED_TOKENS)
     longest = max(lengths.values())
-    if not lanes:
+    if not packed_rows:
         assert longest > limit or 4 * (sum(lengths.values()) * 9 / 8 + len(lengths)) >= 3 * rows * longest
         return
-    assert [row for members, _ in lanes for row in members] == list(lengths)
-    sums = [sum(lengths[row] for row in members) for members, _ in lanes]
-    assert all(total <= size <= min(limit, total * 9 / 8 + 1) for total, (_, size) in zip(sums, lanes, strict=True))
-    assert 4 * sum(size for _, size in lanes) < 3 * rows * longest
+    assert [row for members, _ in packed_rows for row in members] == list(lengths)
+    sums = [sum(lengths[row] for row in members) for members, _ in packed_rows]
+    assert all(
+        total <= size <= min(limit, total * 9 / 8 + 1) for total, (_, size) in zip(sums, packed_rows, strict=True)
+    )
+    assert 4 * sum(size for _, size in packed_rows) < 3 * rows * longest

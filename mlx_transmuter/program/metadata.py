@@ -26,7 +26,7 @@ class NodeCounts:
     """How many nodes were read from the file, and how many are in the program."""
 
     read: int
-    kept: int
+    remaining: int
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ProofSummary:
 
 @dataclass(frozen=True)
 class RewriteSummary:
-    """How many matches a rewrite replaced, and how many it skipped, by reason; saved as "held" and "declined"."""
+    """How many matches a rewrite replaced, and how many it skipped, by reason."""
 
     name: str
     replaced: int
@@ -75,7 +75,8 @@ class Cast:
 class Quantization:
     """How the weights were quantized and what that does to logits.
 
-    name: of the format or recipe. layers: how many by their bits. kept: the layers that stay as they are, and why.
+    name: of the format or recipe. layers: how many by their bits. unquantized: the layers that stay as they are, and
+    why.
     """
 
     name: str
@@ -83,10 +84,11 @@ class Quantization:
     layers: dict[str, int]
     error: float
     divergence: float
-    kept: dict[str, str]
+    unquantized: dict[str, str]
 
 
-_JSON_NAMES = {"replaced": "held", "skipped": "declined"}
+# The saved names of fields, where they are others.
+_JSON_NAMES = {"replaced": "held", "skipped": "declined", "remaining": "kept", "unquantized": "kept"}
 
 
 @dataclass(frozen=True)

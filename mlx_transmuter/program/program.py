@@ -17,7 +17,7 @@ MAX_CONSTANT_ELEMENTS = 4096
 
 @dataclass(frozen=True)
 class Value:
-    """A named input or output. `shape` has an int, a symbol or None (unknown) per axis; None where the rank is."""
+    """A named input or output. `shape` has an int, a symbol or None (unknown) per axis; None for an unknown rank."""
 
     name: str
     dtype: str
@@ -48,11 +48,11 @@ class Node:
         return self.op.rpartition("-")[0] or self.op
 
     def subprograms(self) -> Iterator[Program]:
-        """The programs among the attributes: the branches of If, the bodies of Loop and Scan."""
+        """Returns the programs among the attributes: the branches of If, the bodies of Loop and Scan."""
         return (value for value in self.attrs.values() if isinstance(value, Program))
 
     def all_inputs(self) -> Iterator[str]:
-        """Every outer value that the node needs, those of its branches included."""
+        """Yields every outer value that the node reads, those of its branches included."""
         yield from (name for name in self.inputs if name)
         for branch in self.subprograms():
             yield from branch.free_values()
@@ -60,7 +60,7 @@ class Node:
 
 @dataclass(frozen=True)
 class WeightInfo:
-    """What a program says of a tensor that lies in the safetensors file: its ONNX type and its shape."""
+    """The ONNX type and the shape of a tensor in the safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -68,15 +68,15 @@ class WeightInfo:
 
 @dataclass
 class Program:
-    """A graph in single assignment form; every name is given once, branches included.
+    """A graph in single assignment form: every name is defined once, branches included.
 
     inputs, outputs: the graph's Values.
-    nodes: in an order in which each value is given before it is read.
+    nodes: in an order in which each value is defined before it is read.
     constants: small arrays known on the host (shapes, axes, scalars), saved inside program.json.
     weights: names and types of the tensors in model.safetensors.
     layers: path -> {"kind": ..., options}: values that are an `mlx.nn` layer, so that MLX's tools find them.
-    meta: what the conversion recorded (cache, proofs, rewrites, source).
-    arrays: the data of the weights, only while a conversion is under way; never saved.
+    metadata: what the conversion recorded (see Metadata).
+    tensors: the data of the weights during a conversion; never saved.
     """
 
     inputs: tuple[Value, ...]
@@ -89,49 +89,50 @@ class Program:
     tensors: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def input(self, name: str) -> Value | None:
-        """The input of that name, or None."""
+        """Returns the input of that name, or None."""
         return next((value for value in self.inputs if value.name == name), None)
 
     def output(self, name: str) -> Value | None:
-        """The output of that name, or None."""
+        """Returns the output of that name, or None."""
         return next((value for value in self.outputs if value.name == name), None)
 
     def all_nodes(self) -> Iterator[Node]:
-        """The nodes of the program and of every branch in it."""
+        """Yields the nodes of the program and of every branch in it."""
         for node in self.nodes:
             yield node
             for branch in node.subprograms():
                 yield from branch.all_nodes()
 
     def producers(self) -> dict[str, Node]:
-        """Value name -> the node (of this level) that gives it."""
+        """Returns value name -> the node (of this level) that computes it."""
         return {name: node for node in self.nodes for name in node.outputs if name}
 
     def consumers(self) -> dict[str, list[Node]]:
-        """Value name -> the nodes (of this level) that read it, themselves or in a branch."""
-        found: dict[str, list[Node]] = {}
+        """Returns value name -> the nodes (of this level) that read it, themselves or in a branch."""
+        consumers: dict[str, list[Node]] = {}
         for node in self.nodes:
             for name in dict.fromkeys(node.all_inputs()):
-                found.setdefault(name, []).append(node)
-        return found
+                consumers.setdefault(name, []).append(node)
+        return consumers
 
     def free_values(self) -> list[str]:
-        """The names that the program reads and does not give: what a branch takes from the graph around it."""
-        given = {value.name for value in self.inputs} | self.constants.keys() | self.weights.keys() | self.layers.keys()
-        found: dict[str, None] = {}
+        """Returns the names that the program reads and does not define: what a branch reads of the graph around it."""
+        defined = {value.name for value in self.inputs}
+        defined |= self.constants.keys() | self.weights.keys() | self.layers.keys()
+        free: dict[str, None] = {}
         for node in self.nodes:
-            found.update((name, None) for name in node.all_inputs() if name not in given)
-            given.update(node.outputs)
-        found.update((value.name, None) for value in self.outputs if value.name not in given)
-        return list(found)
+            free.update((name, None) for name in node.all_inputs() if name not in defined)
+            defined.update(node.outputs)
+        free.update((value.name, None) for value in self.outputs if value.name not in defined)
+        return list(free)
 
     def with_tensors(self, tensors: dict[str, Any]) -> Program:
-        """The program with `tensors` as the data of its weights, whose types and shapes are those of the tensors."""
+        """Returns the program with `tensors` as the data of its weights, with their types and shapes."""
         weights = {name: WeightInfo(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
         return replace(self, tensors=tensors, weights=weights)
 
     def select_outputs(self, outputs: list[str]) -> Program:
-        """The program that gives only those `outputs`, with the nodes, constants and weights that these need."""
+        """Returns the program with those of its outputs alone, and the nodes, constants and weights that they need."""
         selected = tuple(value for value in self.outputs if value.name in set(outputs))
         needed = {value.name for value in selected}
         nodes = []
@@ -140,21 +141,21 @@ class Program:
                 needed.update(node.all_inputs())
                 nodes.append(replace(node, outputs=tuple(name if name in needed else "" for name in node.outputs)))
 
-        def kept(table: dict[str, Any]) -> dict[str, Any]:
+        def needed_values(table: dict[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in table.items() if name in needed}
 
-        def owned(name: str) -> bool:
+        def is_layer_array(name: str) -> bool:
             owner = array_owner(name, self.layers)
             return owner is not None and owner[0] in needed and owner[1] in LAYER_ARRAY_NAMES
 
-        weights = {name: value for name, value in self.weights.items() if name in needed or owned(name)}
+        weights = {name: value for name, value in self.weights.items() if name in needed or is_layer_array(name)}
         return replace(
             self,
             outputs=selected,
             nodes=nodes[::-1],
-            constants=kept(self.constants),
+            constants=needed_values(self.constants),
             weights=weights,
-            layers=kept(self.layers),
+            layers=needed_values(self.layers),
             tensors={name: array for name, array in self.tensors.items() if name in weights},
         )
 

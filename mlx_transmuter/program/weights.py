@@ -1,6 +1,4 @@
-"""The safetensors of a converted folder: one file, or shards with an index, as `huggingface_hub` and MLX's tools know
-them.
-"""
+"""The safetensors of a converted folder: one file, or shards with an index in the form of `huggingface_hub` and MLX."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ MAX_SHARD_BYTES = 5 * 2**30
 def save(
     folder: Path, items: Iterable[tuple[str, int, Callable[[], mx.array]]], shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Writes the arrays of `items` (name, bytes, a function that gives the array) to `folder`.
+    """Writes the arrays of `items` (name, bytes, a function that returns the array) to `folder`.
 
     At most one shard's arrays are in memory at a time. An empty program has an empty file.
     """
@@ -36,24 +34,24 @@ def save(
         if len(shards) == 1
         else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     )
-    places = {}
+    file_of_weight = {}
     for file, shard in zip(names, shards, strict=True):
         arrays = {name: read() for name, _, read in shard}
         mx.save_safetensors(str(folder / file), arrays, metadata={"format": "mlx"})
-        places |= dict.fromkeys(arrays, file)
+        file_of_weight |= dict.fromkeys(arrays, file)
         del arrays  # before the next shard is read
     if len(shards) > 1:
         total = sum(size for shard in shards for _, size, _ in shard)
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+        index = {"metadata": {"total_size": total}, "weight_map": file_of_weight}
         (folder / WEIGHTS_INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
 def load(folder: Path, program: Program) -> dict[str, mx.array]:
-    """The arrays of the program's weights, read when used. Raises ProgramError for a file missing or broken."""
+    """Returns the arrays of the program's weights, read when used. Raises ProgramError for a missing or broken file."""
     if (folder / WEIGHTS_INDEX_FILE).exists():
         try:
-            places = json.loads((folder / WEIGHTS_INDEX_FILE).read_bytes())["weight_map"]
-            files = sorted({str(places[name]) for name in program.weights})
+            file_of_weight = json.loads((folder / WEIGHTS_INDEX_FILE).read_bytes())["weight_map"]
+            files = sorted({str(file_of_weight[name]) for name in program.weights})
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ProgramError(
                 str(folder / WEIGHTS_INDEX_FILE), f"no index ({error})", "the file of every weight"

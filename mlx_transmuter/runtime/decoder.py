@@ -29,8 +29,8 @@ NO_POSITION_LIMIT = 2**31
 class Decoder:
     """A module as a decoder of batches of `rows` rows.
 
-    cache_mode: by default that of the plan. plan: how it runs, by default as the conversion found. max_positions: the
-    most tokens of a row, by default what the model's configuration said. kv_bits: 8 or 4, to keep keys and values in so
+    cache_mode: by default that of the plan. plan: how it runs, by default as the conversion recorded. max_positions:
+    the most tokens of a row, by default as the conversion recorded. kv_bits: 8 or 4, to keep keys and values in so
     many bits an element, in groups of kv_group_size (see cache.QuantizedFormat); None keeps them as they are. Raises
     SignatureError for a module that is no decoder, CacheError for other bits or groups.
     """

@@ -78,7 +78,7 @@ class DecoderSession:
         (mx.eval if wait else mx.async_eval)(*arrays)
 
     def close(self) -> None:
-        """Ends the session and gives its memory back."""
+        """Ends the session and frees its memory."""
         raise NotImplementedError
 
     def prefill_packed(self, prompts: Sequence[Sequence[int]], seq: int) -> mx.array:
