@@ -37,17 +37,17 @@ def rows_of(name: str) -> list[dict]:
 def prefill(session, prompts: list[list[int]]) -> np.ndarray:
     """Returns the logits [rows, vocab] after each prompt."""
     last, start = None, 0
-    for part in prefill_chunks(max(map(len, prompts)), prompt_mode=session.decoder.prompt_mode):
-        pieces = [prompt[start : start + part] for prompt in prompts]
+    for chunk in prefill_chunks(max(map(len, prompts)), prompt_mode=session.decoder.prompt_mode):
+        pieces = [prompt[start : start + chunk] for prompt in prompts]
         counts = [len(piece) for piece in pieces]
-        logits = session.step(np.array([piece + [0] * (part - len(piece)) for piece in pieces], np.int32), counts)
+        logits = session.step(np.array([piece + [0] * (chunk - len(piece)) for piece in pieces], np.int32), counts)
         session.evaluate(logits)
         actual = np.array(logits)
         last = actual.copy() if last is None else last
         for row, count in enumerate(counts):
             if count:
                 last[row] = actual[row]
-        start += part
+        start += chunk
     assert last is not None
     return last
 
@@ -68,14 +68,14 @@ def greedy(session, prompts: list[list[int]], new: list[int]) -> list[list[int]]
         logits = np.where(np.array(counts)[:, None] > 0, np.array(step), logits)
 
 
-def decoded(decoder: Decoder, rows: list[dict], **pages) -> list[list[int]]:
+def decoded(decoder: Decoder, rows: list[dict], **layout) -> list[list[int]]:
     """Returns the tokens after the rows' prompts, as many as their goldens have, group by group."""
     texts: list[list[int]] = [[] for _ in rows]
     for group in decoder.group_rows([len(row["prompt"]) for row in rows]):
         prompts = [row["prompt"] if i in group else [] for i, row in enumerate(rows)]
         new = [len(row["tokens"]) if i in group else 0 for i, row in enumerate(rows)]
         session = decoder.begin_session(
-            [len(prompt) + count for prompt, count in zip(prompts, new, strict=True)], **pages
+            [len(prompt) + count for prompt, count in zip(prompts, new, strict=True)], **layout
         )
         for i, text in enumerate(greedy(session, prompts, new)):
             texts[i] += text

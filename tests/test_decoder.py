@@ -16,14 +16,14 @@ from mlx_transmuter.runtime.module import ProgramModule
 
 # Rows of different lengths in one batch.
 
-PAGES = [{}, {"paged": True, "block_size": 1}, {"paged": True, "block_size": 3}, {"paged": True, "block_size": 16}]
+LAYOUTS = [{}, {"paged": True, "block_size": 1}, {"paged": True, "block_size": 3}, {"paged": True, "block_size": 16}]
 
 
-@pytest.mark.parametrize("pages", PAGES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", ["llama", "mistral", "llama_genai"])
-def test_ragged_rows_give_the_tokens_of_the_reference(name, pages, loaded):
+def test_ragged_rows_give_the_tokens_of_the_reference(name, layout, loaded):
     rows = rows_of(name)
-    assert decoded(Decoder(loaded(name).decoder, 3), rows, **pages) == tokens_of(rows)
+    assert decoded(Decoder(loaded(name).decoder, 3), rows, **layout) == tokens_of(rows)
 
 
 # Rewritten or not, a graph declares one cache mode and may run in others.
@@ -33,14 +33,14 @@ MODES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("pages", PAGES[::2], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[::2], ids=str)
 @pytest.mark.parametrize(("name", "mode"), MODES)
-def test_an_unrewritten_graph_gives_the_tokens_of_the_reference_in_each_mode(name, mode, pages):
+def test_an_unrewritten_graph_gives_the_tokens_of_the_reference_in_each_mode(name, mode, layout):
     rows = rows_of(name)
     decoder = Decoder(unrewritten_module(name), 3, cache_mode=mode)
     assert decoder.cache_mode == mode
     assert len(decoder.group_rows([3, 11, 29])) == (3 if mode == "grow" else 1)
-    assert decoded(decoder, rows, **pages) == tokens_of(rows)
+    assert decoded(decoder, rows, **layout) == tokens_of(rows)
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,12 @@ def test_context_past_the_first_bucket(name, mode, loaded):
     logits = one_step.step(np.array([prompt + [0] * 28], np.int32), [100])
     one_step.evaluate(logits)
     expected = np.array(logits)[0]
-    parts = prefill(decoder.begin_session([128]), [prompt])[0]
+    chunks = prefill(decoder.begin_session([128]), [prompt])[0]
     single = decoder.begin_session([128], paged=True)
     for token in prompt:
         logits = single.step(np.array([[token]], np.int32), [1])
         single.evaluate(logits)
-    for actual in (parts, np.array(logits)[0]):
+    for actual in (chunks, np.array(logits)[0]):
         assert np.abs(actual - expected).max() <= 1e-4 * np.ptp(expected)
 
 
@@ -207,15 +207,15 @@ def test_a_program_with_malformed_metadata_runs_as_its_graph_declares(meta):
     assert decoded(Decoder(ProgramModule(program, module.weights()), 1), rows) == tokens_of(rows)
 
 
-@pytest.mark.parametrize("pages", [{}, {"paged": True}, {"paged": True, "block_size": 4}])
+@pytest.mark.parametrize("layout", [{}, {"paged": True}, {"paged": True, "block_size": 4}])
 @pytest.mark.parametrize("name", ["llama", "mistral", "bloom", "as it is"])
-def test_a_truncated_row_continues_as_if_it_had_never_been_longer(name, pages, loaded):
+def test_a_truncated_row_continues_as_if_it_had_never_been_longer(name, layout, loaded):
     decoder = Decoder(unrewritten_module("llama") if name == "as it is" else loaded(name).decoder, 2)
     draw = np.random.default_rng(5)
     prompts = [draw.integers(decoder.vocab_size // 2, decoder.vocab_size, n).tolist() for n in (13, 6)]
     wrong = draw.integers(decoder.vocab_size // 2, decoder.vocab_size, (2, 5)).astype(np.int32)
     right = draw.integers(decoder.vocab_size // 2, decoder.vocab_size, (2, 2)).astype(np.int32)
-    straight, session = (decoder.begin_session([30, 30], **pages) for _ in range(2))
+    straight, session = (decoder.begin_session([30, 30], **layout) for _ in range(2))
     for each in (straight, session):
         prefill(each, prompts)
     session.evaluate(session.step(wrong, [5, 3]))

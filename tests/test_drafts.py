@@ -23,16 +23,16 @@ def along(decoder: Decoder, prompt: list[int], path: list[int]) -> np.ndarray:
     return ops.to_host(logits[0])
 
 
-def tree(draw: np.random.Generator, guesses: int) -> tuple[np.ndarray, np.ndarray, list[list[int]]]:
+def tree(draw: np.random.Generator, draft_tokens: int) -> tuple[np.ndarray, np.ndarray, list[list[int]]]:
     """Returns a random draft tree: ancestor mask [n, n], depths [n], and the path from the root to each token."""
     paths: list[list[int]] = []
-    for guess in range(guesses):
-        parent = draw.integers(-1, guess) if guess else -1
-        paths.append([*(paths[parent] if parent >= 0 else []), guess])
-    sees = np.zeros((guesses, guesses), bool)
-    for guess, path in enumerate(paths):
-        sees[guess, path] = True
-    return sees, np.array([len(path) - 1 for path in paths]), paths
+    for node in range(draft_tokens):
+        parent = draw.integers(-1, node) if node else -1
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
+    ancestor_mask = np.zeros((draft_tokens, draft_tokens), bool)
+    for node, path in enumerate(paths):
+        ancestor_mask[node, path] = True
+    return ancestor_mask, np.array([len(path) - 1 for path in paths]), paths
 
 
 @pytest.mark.parametrize("block", [1, 3, 16])
@@ -49,18 +49,18 @@ def test_a_draft_tree_has_the_logits_of_plain_steps_and_its_accepted_path_contin
     moved = 0
     padded = np.array([prompts[0], prompts[1] + [0] * 5], np.int32)
     session.evaluate(session.step(padded, [9, 4]))
-    for guesses in (5, 3):
-        tokens = draw.integers(vocab // 2, vocab, (2, guesses)).astype(np.int32)
-        trees = [tree(draw, guesses) for _ in range(2)]
+    for draft_tokens in (5, 3):
+        tokens = draw.integers(vocab // 2, vocab, (2, draft_tokens)).astype(np.int32)
+        trees = [tree(draw, draft_tokens) for _ in range(2)]
         logits = session.verify_draft(tokens, np.stack([t[0] for t in trees]), np.stack([t[1] for t in trees]))
         session.evaluate(logits)
         actual = ops.to_host(logits)
         accepted = []
         for row, (_, _, paths) in enumerate(trees):
-            for guess, path in enumerate(paths):
+            for node, path in enumerate(paths):
                 want = along(plain, prompts[row], [int(tokens[row, i]) for i in path])
                 spread = np.ptp(want)
-                assert np.abs(actual[row, guess] - want).max() <= 1e-5 * spread, (row, guess)
+                assert np.abs(actual[row, node] - want).max() <= 1e-5 * spread, (row, node)
             accepted.append(max(paths, key=len))
             prompts[row] = prompts[row] + [int(tokens[row, i]) for i in accepted[row]]
         session.accept(accepted)
@@ -76,7 +76,7 @@ def test_a_draft_tree_has_the_logits_of_plain_steps_and_its_accepted_path_contin
     slots_used = sum(-(-(len(prompt) + 1) // block) * block for prompt in prompts)
     assert (
         session.block_manager.num_slots - session.block_manager.free_slots == slots_used
-    )  # the guesses that were not kept gave their slots back
+    )  # the slots of rejected draft tokens are free
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "llama_genai", "gemma"])
@@ -85,16 +85,16 @@ def test_draft_tokens_past_the_end_of_a_context_bucket_have_their_own_positions(
     module = loaded(name).decoder
     plain = Decoder(module, 1)
     draw = np.random.default_rng(5)
-    prompt, guesses = draw.integers(plain.vocab_size // 2, plain.vocab_size, 64).tolist(), [7, 8, 9]
+    prompt, draft_tokens = draw.integers(plain.vocab_size // 2, plain.vocab_size, 64).tolist(), [7, 8, 9]
     session = Decoder(module, 1).begin_session([80], paged=True)
     session.evaluate(session.step(np.array([prompt], np.int32), [64]))
     logits = session.verify_draft(
-        np.array([guesses], np.int32), np.tril(np.ones((1, 3, 3), bool)), np.array([[0, 1, 2]])
+        np.array([draft_tokens], np.int32), np.tril(np.ones((1, 3, 3), bool)), np.array([[0, 1, 2]])
     )
     session.evaluate(logits)
-    for guess in range(3):
-        want = along(plain, prompt, guesses[: guess + 1])
-        assert np.abs(ops.to_host(logits)[0, guess] - want).max() <= 2e-5 * np.ptp(want)
+    for node in range(3):
+        want = along(plain, prompt, draft_tokens[: node + 1])
+        assert np.abs(ops.to_host(logits)[0, node] - want).max() <= 2e-5 * np.ptp(want)
 
 
 @pytest.mark.parametrize("block", [1, 4])
@@ -107,8 +107,8 @@ def test_drafts_after_a_fork_leave_the_other_rows_unchanged(block, loaded):
     session.evaluate(session.step(np.array([prompt, [0] * 6, [0] * 6], np.int32), [6, 0, 0]))
     session.fork([0, 0, 0])
     tokens = draw.integers(3, 60, (3, 3)).astype(np.int32)
-    sees = np.array([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]] * 3, bool)
-    session.evaluate(session.verify_draft(tokens, sees, np.array([[0, 1, 1]] * 3)))
+    ancestor_mask = np.array([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]] * 3, bool)
+    session.evaluate(session.verify_draft(tokens, ancestor_mask, np.array([[0, 1, 1]] * 3)))
     accepted = [[0, 2], [], [0]]
     session.accept(accepted)
     texts = [prompt + tokens[row][path].tolist() for row, path in enumerate(accepted)]
@@ -130,8 +130,8 @@ def test_a_row_may_accept_nothing_and_padding_stores_nothing(loaded):
     decoder, plain = Decoder(module, 2), Decoder(module, 1)
     session = decoder.begin_session([20, 20], paged=True)
     session.evaluate(session.step(np.array([[80, 81, 82], [90, 91, 0]], np.int32), [3, 2]))
-    sees = np.tril(np.ones((2, 2), bool))[None].repeat(2, axis=0)
-    logits = session.verify_draft(np.array([[83, 84], [92, 0]], np.int32), sees, np.array([[0, 1], [0, -1]]))
+    ancestor_mask = np.tril(np.ones((2, 2), bool))[None].repeat(2, axis=0)
+    logits = session.verify_draft(np.array([[83, 84], [92, 0]], np.int32), ancestor_mask, np.array([[0, 1], [0, -1]]))
     session.evaluate(logits)
     want = along(plain, [90, 91], [92])
     assert np.abs(ops.to_host(logits[1, 0]) - want).max() <= 1e-5 * np.ptp(want)
@@ -144,7 +144,7 @@ def test_a_row_may_accept_nothing_and_padding_stores_nothing(loaded):
 
 
 def test_a_draft_is_refused_where_it_cannot_be_right(loaded):
-    sees, depths = np.ones((1, 1, 1), bool), np.zeros((1, 1), np.int32)
+    ancestor_mask, depths = np.ones((1, 1, 1), bool), np.zeros((1, 1), np.int32)
     tokens = np.array([[5]], np.int32)
     unsupported = [name for name in NAMES if not Decoder(loaded(name).decoder, 1).supports_drafts]
     states = "states.*past_conv.0"
@@ -152,15 +152,17 @@ def test_a_draft_is_refused_where_it_cannot_be_right(loaded):
     assert unsupported == list(why)
     for name, match in why.items():
         with pytest.raises(DecoderError, match=match):
-            Decoder(loaded(name).decoder, 1).begin_session([8], paged=True).verify_draft(tokens, sees, depths)
+            Decoder(loaded(name).decoder, 1).begin_session([8], paged=True).verify_draft(tokens, ancestor_mask, depths)
     with pytest.raises(DecoderError, match="attention isn't over pools"):
-        Decoder(unrewritten_module("llama"), 1).begin_session([8], paged=True).verify_draft(tokens, sees, depths)
+        Decoder(unrewritten_module("llama"), 1).begin_session([8], paged=True).verify_draft(
+            tokens, ancestor_mask, depths
+        )
     decoder = Decoder(loaded("llama").decoder, 1)
     with pytest.raises(DecoderError, match="a paged session, and the last draft accepted"):
-        decoder.begin_session([8]).verify_draft(tokens, sees, depths)
+        decoder.begin_session([8]).verify_draft(tokens, ancestor_mask, depths)
     session = decoder.begin_session([1], paged=True)
     session.evaluate(session.step(tokens, [1]))
     with pytest.raises(DecoderError, match="at most"):
-        session.verify_draft(tokens, sees, depths)
+        session.verify_draft(tokens, ancestor_mask, depths)
     with pytest.raises(DecoderError, match="no draft"):
         session.accept([[0]])

@@ -18,7 +18,7 @@ from mlx_transmuter.runtime.errors import DecoderError
 from mlx_transmuter.runtime.module import ProgramModule
 
 NAMES = ["lfm2", "deltanet_ort"]
-PAGES = [{}, {"paged": True, "block_size": 1}, {"paged": True, "block_size": 3}]
+LAYOUTS = [{}, {"paged": True, "block_size": 1}, {"paged": True, "block_size": 3}]
 
 
 def test_the_pairs_of_a_graph_with_states(loaded):
@@ -35,13 +35,13 @@ def test_the_pairs_of_a_graph_with_states(loaded):
     assert loaded("deltanet_ort").cache_mode == "grow"
 
 
-@pytest.mark.parametrize("pages", PAGES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("form", ["rewritten", "plain"])
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_of_each_length_run_together_and_give_the_tokens_of_the_reference(name, form, pages, loaded):
+def test_rows_of_each_length_run_together_and_give_the_tokens_of_the_reference(name, form, layout, loaded):
     decoder = Decoder(loaded(name).decoder if form == "rewritten" else unrewritten_module(name), 3)
     assert decoder.group_rows([5, 0, 3, 5]) == [[0, 3], [2]]
-    assert decoded(decoder, rows_of(name), **pages) == tokens_of(rows_of(name))
+    assert decoded(decoder, rows_of(name), **layout) == tokens_of(rows_of(name))
 
 
 def after(module: ProgramModule, tokens: list[int]) -> np.ndarray:
@@ -58,12 +58,12 @@ def test_a_prompt_past_the_first_bucket_in_chunks_and_token_by_token(name, form,
     module = loaded(name).decoder if form == "rewritten" else unrewritten_module(name)
     prompt = np.random.default_rng(2).integers(3, 120, 100).tolist()
     expected = after(module, prompt)
-    parts = prefill(Decoder(module, 1).begin_session([100]), [prompt])[0]
+    chunks = prefill(Decoder(module, 1).begin_session([100]), [prompt])[0]
     session = Decoder(module, 1).begin_session([100], paged=True)
     for token in prompt:
         logits = session.step(np.array([[token]], np.int32), [1])
         session.evaluate(logits)
-    for actual in (parts, np.array(logits)[0]):
+    for actual in (chunks, np.array(logits)[0]):
         assert np.abs(actual - expected).max() <= 1e-4 * np.ptp(expected)
 
 

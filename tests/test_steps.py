@@ -172,7 +172,7 @@ WIDE = (mx.float64, mx.int64, mx.uint64, mx.complex64)
 MOST_INDEX_ARRAYS = 20
 
 
-def parts(function, *args) -> list[dict]:
+def exported_parts(function, *args) -> list[dict]:
     """Returns what MLX exports of a function of arrays: its constants and its operations."""
     given_arrays = [leaf for _, leaf in tree_flatten(list(args)) if isinstance(leaf, mx.array)]
 
@@ -189,7 +189,7 @@ def parts(function, *args) -> list[dict]:
 def lacking(function, *args) -> list[str]:
     """Returns what Metal lacks among the operations of a function of arrays; empty for one that runs there."""
     problems, count = [], 0
-    for part in parts(function, *args):
+    for part in exported_parts(function, *args):
         if part["type"] == "constants":
             problems += [f"a constant of {array.dtype}" for _, array in part["constants"] if array.dtype in WIDE]
         if part["type"] != "primitive":
@@ -270,7 +270,7 @@ def test_a_step_of_one_token_has_no_operations_to_spare(loaded):
         decoder.graph
     )
     arrays = (mx.array([[5]]), mx.array([3]), mx.array([1]))
-    actual = parts(
+    actual = exported_parts(
         lambda *arrays: step(PooledStepInputs(list(arrays[:-3]), *arrays[-3:], None, None, {}, None)),
         *session.pools.arrays,
         *arrays,
@@ -290,7 +290,7 @@ def test_a_step_of_one_token_has_no_operations_to_spare(loaded):
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "pages"),
+    ("name", "mode", "layout"),
     [
         ("llama", None, {}),
         ("llama", None, {"paged": True}),
@@ -301,14 +301,14 @@ def test_a_step_of_one_token_has_no_operations_to_spare(loaded):
     ids=str,
 )
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_step_copies_no_pool(name, mode, pages, compiled, loaded, request):
+def test_a_step_copies_no_pool(name, mode, layout, compiled, loaded, request):
     """The peak memory of a step is far below one pool, and the same from step to step."""
     if compiled:
         request.getfixturevalue("compiling")
     decoder = Decoder(
         loaded(name).decoder if mode is None else unrewritten_module(name), 1, cache_mode=mode, max_positions=2**20
     )
-    session = decoder.begin_session([2**15], **pages)
+    session = decoder.begin_session([2**15], **layout)
     sizes = [pool.nbytes for pool in session.pools.arrays]
     prefill(session, [[5, 6, 7, 8]])
     peaks = []

@@ -27,7 +27,7 @@ from mlx_transmuter.runtime.steps.packed_prefill import PackedPrefillStep
 
 WINDOWED = ["gemma3_genai", "mistral", "mistral_genai"]  # windows of 8 in all layers
 MIXED = ["gemma2", "gemma3_text", "gpt_neo", "gpt_oss"]  # in one of two
-LAYOUTS = {"runs": {}, "pages": {"paged": True}, "pages of 5": {"paged": True, "block_size": 5}}
+LAYOUTS = {"runs": {}, "blocks": {"paged": True}, "blocks of 5": {"paged": True, "block_size": 5}}
 TEXT = np.random.default_rng(11).integers(3, 60, 250).tolist()
 NEAR = 1e-4  # of the logits' spread, as the goldens have it
 
@@ -59,40 +59,40 @@ def checked(session, expected: np.ndarray, row: int, logits: mx.array) -> None:
     assert np.abs(ops.to_host(logits[row]) - expected[end]).max() <= NEAR * np.ptp(expected[end]), end
 
 
-@pytest.mark.parametrize("pages", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", WINDOWED)
-def test_every_logit_of_a_long_text_is_onnxruntimes(name, pages, loaded):
+def test_every_logit_of_a_long_text_is_onnxruntimes(name, layout, loaded):
     """A prompt longer than the window in the longest chunks that a ring takes, then single tokens, in two rows."""
     decoder = Decoder(loaded(name).decoder, 2)
     assert decoder.ring == (8, 64)
     expected = truth(name, TEXT)
-    session = decoder.begin_session([250, 250], **pages)
-    held, columns = [], []
-    for part in [*prefill_chunks(100, session.max_step_tokens), *[1] * 150]:
+    session = decoder.begin_session([250, 250], **layout)
+    slots_used, columns = [], []
+    for chunk in [*prefill_chunks(100, session.max_step_tokens), *[1] * 150]:
         at = session.lengths.tolist()
-        counts = [min(part, 250 - at[0]), min(max(1, part // 2), 250 - at[1])]
-        tokens = [(TEXT[start : start + count] + [0] * part)[:part] for start, count in zip(at, counts, strict=True)]
-        columns.append(session._step_columns(int((session.lengths + counts).max()), part).context)
+        counts = [min(chunk, 250 - at[0]), min(max(1, chunk // 2), 250 - at[1])]
+        tokens = [(TEXT[start : start + count] + [0] * chunk)[:chunk] for start, count in zip(at, counts, strict=True)]
+        columns.append(session._step_columns(int((session.lengths + counts).max()), chunk).context)
         logits = session.step(np.array(tokens, np.int32), counts)
         for row in range(2):
             checked(session, expected, row, logits)
-        held.append(
+        slots_used.append(
             session.block_manager.num_slots - session.block_manager.free_slots
-            if pages
+            if layout
             else 2 * session.kv_cache.head_span
         )
     assert max(columns) == 64
-    block = pages.get("block_size", 1)
-    assert max(held) <= 2 * (64 + 2 * block)
-    assert held[-1] <= (2 * (8 + 1 + 2 * block) if pages else 2 * 64)
+    block = layout.get("block_size", 1)
+    assert max(slots_used) <= 2 * (64 + 2 * block)
+    assert slots_used[-1] <= (2 * (8 + 1 + 2 * block) if layout else 2 * 64)
     assert session.block_manager.num_slots <= 2 * (64 + 2 * block)
     session.close()
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("pages", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", MIXED)
-def test_layers_with_a_window_read_only_it_and_every_logit_is_onnxruntimes(name, pages, loaded, monkeypatch):
+def test_layers_with_a_window_read_only_it_and_every_logit_is_onnxruntimes(name, layout, loaded, monkeypatch):
     """Steps of several tokens too, in rows of two lengths."""
     widths: list[int] = []
     of = pooled_attention.layer_index
@@ -102,17 +102,17 @@ def test_layers_with_a_window_read_only_it_and_every_logit_is_onnxruntimes(name,
     decoder = Decoder(loaded(name).decoder, 2)
     assert (decoder.ring, decoder.max_window) == (None, 8)
     expected = truth(name, TEXT)
-    session = decoder.begin_session([250, 250], **pages)
-    for part in [*prefill_chunks(100), 8, 9, *[1] * 133]:
+    session = decoder.begin_session([250, 250], **layout)
+    for chunk in [*prefill_chunks(100), 8, 9, *[1] * 133]:
         at = session.lengths.tolist()
-        counts = [min(part, 250 - at[0]), min(max(1, part // 2), 250 - at[1])]
-        tokens = [(TEXT[start : start + count] + [0] * part)[:part] for start, count in zip(at, counts, strict=True)]
+        counts = [min(chunk, 250 - at[0]), min(max(1, chunk // 2), 250 - at[1])]
+        tokens = [(TEXT[start : start + count] + [0] * chunk)[:chunk] for start, count in zip(at, counts, strict=True)]
         widths.clear()
         logits = session.step(np.array(tokens, np.int32), counts)
         for row in range(2):
             checked(session, expected, row, logits)
         assert len(widths) == 2  # one layer of each kind
-        if part == 1:
+        if chunk == 1:
             context = context_bucket(int(session.lengths.max()))
             assert sorted(widths) == [16, context]
     session.close()
@@ -127,9 +127,9 @@ def test_forks_and_drafts_past_many_windows_are_onnxruntimes(name, loaded):
     texts = [draw.integers(3, 60, 90).tolist() for _ in range(3)]
     session = Decoder(module, 3).begin_session([140] * 3, paged=True)
     known = [text[:20] for text in texts]
-    for part in prefill_chunks(20, session.max_step_tokens):
+    for chunk in prefill_chunks(20, session.max_step_tokens):
         at = int(session.lengths[0])
-        session.evaluate(session.step(np.array([text[at : at + part] for text in texts], np.int32), [part] * 3))
+        session.evaluate(session.step(np.array([text[at : at + chunk] for text in texts], np.int32), [chunk] * 3))
     for turn in range(20):
         parents = draw.integers(0, 3, 3).tolist()
         session.fork(parents)
@@ -248,16 +248,16 @@ def test_a_packed_prefill_continues_in_rings(loaded):
         session.prefill_packed([TEXT[:10], [], [], [], [], []], 10)
 
 
-@pytest.mark.parametrize("pages", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_row_is_truncated_while_its_window_is_in_the_cache(pages, loaded):
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_row_is_truncated_while_its_window_is_in_the_cache(layout, loaded):
     decoder, expected = Decoder(loaded("mistral").decoder, 1), truth("mistral", TEXT)
-    session = decoder.begin_session([250], **pages)
+    session = decoder.begin_session([250], **layout)
     at = 0
-    for part in prefill_chunks(200, session.max_step_tokens):
-        session.evaluate(session.step(np.array([TEXT[at : at + part]], np.int32), [part]))
-        at += part
+    for chunk in prefill_chunks(200, session.max_step_tokens):
+        session.evaluate(session.step(np.array([TEXT[at : at + chunk]], np.int32), [chunk]))
+        at += chunk
     least = (
-        200 - session.row_slots.ring.max_step_tokens if not pages else int(session.row_slots.first_positions()[0]) + 7
+        200 - session.row_slots.ring.max_step_tokens if not layout else int(session.row_slots.first_positions()[0]) + 7
     )
     with pytest.raises(DecoderError, match="a window of 8 tokens before"):
         session.truncate([least - 1])
@@ -274,10 +274,10 @@ def test_a_row_is_truncated_while_its_window_is_in_the_cache(pages, loaded):
 
 
 @pytest.mark.usefixtures("compiling")
-@pytest.mark.parametrize("pages", LAYOUTS.values(), ids=LAYOUTS)
-def test_steps_and_slots_do_not_grow_with_the_length_of_a_row(pages, loaded):
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_steps_and_slots_do_not_grow_with_the_length_of_a_row(layout, loaded):
     decoder = Decoder(loaded("mistral").decoder, 1, max_positions=2**20)
-    session = decoder.begin_session([2**20], **pages)
+    session = decoder.begin_session([2**20], **layout)
     size = sum(pool.nbytes for pool in session.pools.arrays)
     assert size < 3 * 64 * session.kv_cache.slot_nbytes
     seen = []
