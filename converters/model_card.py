@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_transmuter.program import Program
-from mlx_transmuter.program.metadata import Cast, FloatActivations, Metadata, Quantization, RewriteSummary
+from mlx_transmuter.program.metadata import Cast, FloatActivations, Metadata, QuantizationSummary, RewriteSummary
 from mlx_transmuter.program.run_plan import RunPlan
 from mlx_transmuter.program.signature import DecoderSignature
 
@@ -94,7 +94,7 @@ def _cast_lines(record: Cast) -> list[str]:
     ]
 
 
-def _quantization_lines(record: Quantization) -> list[str]:
+def _quantization_lines(record: QuantizationSummary) -> list[str]:
     layers = ", ".join(f"{count} in {bits} bits" for bits, count in record.layers.items())
     return [
         "",

@@ -115,23 +115,23 @@ def programs(draw, depth: int = 2, outer: tuple[str, ...] = ()):
     return Program(inputs, outputs, nodes, constants, weights, {}, meta)
 
 
-def same(one, other) -> bool:
+def are_equal(one, other) -> bool:
     """Whether attributes, constants and programs are equal, NaN and types of elements included."""
     if isinstance(one, Program):
         fields = ("inputs", "outputs", "weights", "layers", "metadata")
         return (
             all(getattr(one, field) == getattr(other, field) for field in fields)
-            and same(one.constants, other.constants)
+            and are_equal(one.constants, other.constants)
             and len(one.nodes) == len(other.nodes)
-            and all(map(same, one.nodes, other.nodes))
+            and all(map(are_equal, one.nodes, other.nodes))
         )
     if isinstance(one, Node):
         parts = (one.op, one.inputs, one.outputs, one.name) == (other.op, other.inputs, other.outputs, other.name)
-        return parts and same(dict(one.attrs), dict(other.attrs))
+        return parts and are_equal(dict(one.attrs), dict(other.attrs))
     if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+        return list(one) == list(other) and all(are_equal(one[key], other[key]) for key in one)
     if isinstance(one, list):
-        return isinstance(other, list) and len(one) == len(other) and all(map(same, one, other))
+        return isinstance(other, list) and len(one) == len(other) and all(map(are_equal, one, other))
     if isinstance(one, np.ndarray):
         return (
             one.dtype.kind == other.dtype.kind
@@ -157,18 +157,18 @@ def same(one, other) -> bool:
 def test_a_program_survives_its_json(program):
     program.validate()
     text = json.dumps(program_to_json(program), allow_nan=False)
-    assert same(program, program_from_json(json.loads(text)))
+    assert are_equal(program, program_from_json(json.loads(text)))
 
 
 def test_a_saved_file_has_a_node_a_line(tmp_path):
     program = branched()
     save_program(program, tmp_path / "program.json")
-    assert same(program, load_program(tmp_path / "program.json"))
+    assert are_equal(program, load_program(tmp_path / "program.json"))
     lines = (tmp_path / "program.json").read_text().splitlines()
     assert [sum(f'"op": "{op}"' in line for line in lines) for op in ("If-1", "Identity-1")] == [1, 1]
 
 
-def whole() -> Program:
+def small_program() -> Program:
     """Returns x [2] → x + c, with a weight that no node reads."""
     return Program(
         inputs=(Value("x", "float32", (2,)),),
@@ -200,7 +200,7 @@ def test_the_inputs_of_a_node_include_those_of_its_branches():
 
 
 def test_select_outputs_keeps_what_the_outputs_need():
-    program = whole()
+    program = small_program()
     program.nodes.append(Node("Mul-7", ("x", "w"), ("other",)))
     program = replace(program, outputs=(*program.outputs, Value("other", "float32", (2,))))
     assert set(program.select_outputs(["other"]).weights) == {"w"}
@@ -243,7 +243,7 @@ BROKEN = {
 def test_a_malformed_program_is_refused(what):
     broken, actual = BROKEN[what]
     with pytest.raises(ProgramError) as error:
-        broken(whole()).validate("here", is_known_operator={"Add-7", "Identity-1", "Neg-6"}.__contains__)
+        broken(small_program()).validate("here", is_known_operator={"Add-7", "Identity-1", "Neg-6"}.__contains__)
     assert error.value.where == "here"
     assert actual in error.value.found
     assert error.value.expected
@@ -268,7 +268,7 @@ def test_a_branch_is_validated_with_the_values_around_it():
 
 
 def tree() -> dict:
-    return json.loads(json.dumps(program_to_json(whole())))
+    return json.loads(json.dumps(program_to_json(small_program())))
 
 
 def set_at(data, path, value):
@@ -337,8 +337,8 @@ def test_hostile_json_is_refused(path, value, tmp_path):
 
 
 def test_the_json_that_the_hostile_cases_change_is_valid():
-    assert same(whole(), program_from_json(tree()))
-    assert same(
+    assert are_equal(small_program(), program_from_json(tree()))
+    assert are_equal(
         np.array([np.inf]),
         program_from_json({**tree(), "constants": {"c": array_of("float64", [1], ["inf"])}}).constants["c"],
     )
@@ -392,7 +392,7 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_read(tmp_path):
 
 
 def test_a_value_that_json_cannot_hold_is_not_written(tmp_path):
-    program = whole()
+    program = small_program()
     program.metadata["error"] = float("inf")
     with pytest.raises(ValueError, match="JSON"):
         save_program(program, tmp_path / "program.json")
@@ -437,5 +437,5 @@ def test_malformed_metadata_are_none_and_are_saved_unchanged(value):
     assert (metadata.source, metadata.nodes, metadata.proof, metadata.rewrites) == (None, None, None, [])
     assert (metadata.float_activations, metadata.cast, metadata.quantization) == (None, None, None)
     assert metadata.attention_windows is None
-    program = replace(whole(), metadata=malformed)
+    program = replace(small_program(), metadata=malformed)
     assert program_from_json(program_to_json(program)).metadata == malformed

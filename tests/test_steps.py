@@ -176,13 +176,13 @@ def exported_parts(function, *args) -> list[dict]:
     """Returns what MLX exports of a function of arrays: its constants and its operations."""
     given_arrays = [leaf for _, leaf in tree_flatten(list(args)) if isinstance(leaf, mx.array)]
 
-    def flat(*arrays):
+    def function_of_leaves(*arrays):
         left = iter(arrays)
         actual = function(*tree_map(lambda leaf: next(left) if isinstance(leaf, mx.array) else leaf, list(args)))
         return tuple(leaf for _, leaf in tree_flatten(actual) if isinstance(leaf, mx.array))
 
     actual: list[dict] = []
-    mx.export_function(actual.append, flat, *given_arrays)
+    mx.export_function(actual.append, function_of_leaves, *given_arrays)
     return actual
 
 

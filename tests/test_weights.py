@@ -34,7 +34,7 @@ def save(folder, items: dict[str, mx.array], **options) -> None:
     weights.save(folder, [(name, array.nbytes, lambda array=array: array) for name, array in items.items()], **options)
 
 
-def same(actual: dict[str, mx.array], expected: dict[str, mx.array]) -> bool:
+def are_equal_arrays(actual: dict[str, mx.array], expected: dict[str, mx.array]) -> bool:
     return actual.keys() == expected.keys() and all(
         actual[name].dtype == expected[name].dtype and actual[name].shape == expected[name].shape and mx.array_equal(actual[name], expected[name])
         for name in expected
@@ -44,7 +44,7 @@ def same(actual: dict[str, mx.array], expected: dict[str, mx.array]) -> bool:
 def test_weights_that_fit_are_in_one_file(tmp_path):
     save(tmp_path, arrays())
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-    assert same(weights.load(tmp_path, program(arrays())), arrays())
+    assert are_equal_arrays(weights.load(tmp_path, program(arrays())), arrays())
     _, metadata = mx.load(str(tmp_path / "model.safetensors"), return_metadata=True)
     assert metadata == {"format": "mlx"}
 
@@ -63,7 +63,7 @@ def test_more_weights_are_in_shards_with_an_index(tmp_path, limit):
         held = mx.load(str(tmp_path / file))
         assert held.keys() == {name for name, place in index["weight_map"].items() if place == file}
         assert sum(array.nbytes for array in held.values()) <= limit or len(held) == 1
-    assert same(weights.load(tmp_path, program(items)), items)
+    assert are_equal_arrays(weights.load(tmp_path, program(items)), items)
 
 
 def test_shards_are_read_by_other_tools(tmp_path):

@@ -48,8 +48,8 @@ def truth(name: str, text: list[int]) -> np.ndarray:
         if value.name in feed:
             given[value.name] = np.array(feed[value.name], np.int64)
         else:
-            shape = [1 if axis == 0 else 0 if isinstance(size, str) else size for axis, size in enumerate(value.shape)]
-            given[value.name] = np.zeros(shape, np.float32)
+            sizes = [0 if isinstance(size, str) else size for size in value.shape[1:]]
+            given[value.name] = np.zeros([1, *sizes], np.float32)
     return session.run(["logits"], given)[0][0]
 
 
@@ -182,7 +182,7 @@ def generated(gen, prompts, **more):
     return generation.generate(gen, prompts, list(range(len(prompts))), **more)
 
 
-def same(actual, expected) -> None:
+def assert_same_texts(actual, expected) -> None:
     assert [[token.id for token in text] for text in actual] == [[token.id for token in text] for text in expected]
     for text, other in zip(actual, expected, strict=True):
         np.testing.assert_allclose([t.logprob for t in text], [t.logprob for t in other], rtol=0, atol=2e-4)
@@ -225,11 +225,11 @@ def test_texts_are_those_of_a_cache_without_rings(name, options, lengths, new, s
     prompts = [TEXT[:length] for length in lengths]
     expected = generated(all_kept, prompts)
     if cached is None:
-        same(generated(gen, prompts), expected)
+        assert_same_texts(generated(gen, prompts), expected)
         return
     cache = PromptCache(model, block=cached, kv_bits=options.get("kv_bits"))
     for _ in range(2):
-        same(generated(gen, prompts, prompt_cache=cache), expected)
+        assert_same_texts(generated(gen, prompts, prompt_cache=cache), expected)
 
 
 @pytest.mark.usefixtures("small")
@@ -241,7 +241,7 @@ def test_a_packed_prefill_continues_in_rings(loaded):
     all_kept.decoder.ring = all_kept.decoder.max_window = None
     for lengths, packs in (((9, 2, 1, 3, 1, 2), True), ((10, 2, 1, 3, 1, 2), False)):
         prompts = [TEXT[i : i + n] for i, n in enumerate(lengths)]
-        same(generated(gen, prompts), generated(all_kept, prompts))
+        assert_same_texts(generated(gen, prompts), generated(all_kept, prompts))
         assert any(isinstance(step, PackedPrefillStep) for step in gen.decoder._compiled_steps) == packs or not packs
     session = gen.decoder.begin_session([40] * 6)
     with pytest.raises(DecoderError, match="at most 9 each"):

@@ -72,7 +72,7 @@ class Cast:
 
 
 @dataclass(frozen=True)
-class Quantization:
+class QuantizationSummary:
     """How the weights were quantized and what that does to logits.
 
     name: of the format or recipe. layers: how many by their bits. unquantized: the layers that stay as they are, and
@@ -149,9 +149,9 @@ class Metadata:
         return _parse(Cast, self.values.get("cast"))
 
     @property
-    def quantization(self) -> Quantization | None:
+    def quantization(self) -> QuantizationSummary | None:
         """The quantization of the weights."""
-        return _parse(Quantization, self.values.get("quantization"))
+        return _parse(QuantizationSummary, self.values.get("quantization"))
 
     def choice(self, key: str, choices: tuple[Any, ...], default: Any) -> Any:
         """Returns the value of a key, if it is one of the choices, else the default."""

@@ -295,7 +295,7 @@ def test_what_a_program_says_of_its_conversion_cannot_harm(folder, meta):
 VALUES = [0, 1, -1, 2, 2**31, 2**40, 2**62, -(2**63), "x", "", None, True, [], {}, [0], 1.5, "float32", "int64", 64]
 
 
-def changed(program: dict, draw: np.random.Generator) -> dict:
+def mutate_program(program: dict, draw: np.random.Generator) -> dict:
     """The program with a few things replaced: operators, inputs, attributes, constants, shapes, or any value anywhere."""
     program = copy.deepcopy(program)
 
@@ -334,7 +334,7 @@ def test_changed_programs_run_or_are_refused(folder):
     whole, outcomes = read(folder), []
     for seed in range(60):
         try:
-            program = changed(whole, np.random.default_rng(seed))
+            program = mutate_program(whole, np.random.default_rng(seed))
         except (TypeError, KeyError, AttributeError, IndexError):
             continue  # an earlier change was in the way of a later one
         write(folder, program)

@@ -93,7 +93,7 @@ def test_a_mixture_in_floats_can_be_quantised_by_the_conversion(tmp_path):
     assert [layer["kind"] for layer in layers].count("QuantizedSwitchLinear") == 2
 
 
-def packed(name: str, rows: int, columns: int, bits: int, block: int | None, zeros: bool) -> list:
+def packed_weights(name: str, rows: int, columns: int, bits: int, block: int | None, zeros: bool) -> list:
     """Weights, scales and zero points as com.microsoft packs them, and the weights in floats."""
     draw = np.random.default_rng(sum(map(ord, name)))
     blocks = columns // block if block else 1
@@ -120,7 +120,10 @@ def packed(name: str, rows: int, columns: int, bits: int, block: int | None, zer
 def test_a_quantised_mixture(block, kind, zeros, bits, tmp_path):
     """MLX has no groups of 16: such weights become floats. A scale of a whole row is repeated for each of its groups."""
     inner = 2 * INNER  # two blocks of 32 in each row, and so whole bytes of zero points
-    first, second = packed("fc1", inner, WIDTH, bits, block, zeros), packed("fc2", WIDTH, inner, bits, block, zeros)
+    first, second = (
+        packed_weights("fc1", inner, WIDTH, bits, block, zeros),
+        packed_weights("fc2", WIDTH, inner, bits, block, zeros),
+    )
     arrays = {2: first[0], 3: first[1], 4: drawn("b1", EXPERTS, inner), 5: second[0], 6: second[1]}
     arrays |= {11: first[2], 12: second[2]} if zeros else {}
     attrs = {"expert_weight_bits": bits, "weights_prepacked": 0, "accuracy_level": 1}

@@ -55,7 +55,7 @@ def toy_with_dequantize_linear(kind: str, form: str, transposed: bool, columns: 
     def spread(part: np.ndarray) -> np.ndarray:
         if form == "blocks":
             return np.repeat(part, block, axis=along)
-        return part if form == "tensor" else part[:, None] if transposed else part
+        return part[:, None] if form == "channel" and transposed else part
 
     weight = (values - spread(zero)) * spread(scale)
     read = helper.make_node("DequantizeLinear", ["down.weight", "down.scales", "down.zeros"], ["floats"], **attrs)

@@ -27,7 +27,7 @@ IDS = [3, 1, 15, 7, 2]
 ROWS = toy.DIM
 
 
-def packed(values: np.ndarray, bits: int, block: int) -> np.ndarray:
+def pack_bits(values: np.ndarray, bits: int, block: int) -> np.ndarray:
     """The values [rows, columns] packed as MatMulNBits reads them: uint8 [rows, blocks, block · bits / 8]."""
     rows, columns = values.shape
     blocks = -(-columns // block)
@@ -46,12 +46,12 @@ def toy_with_matmul_nbits(
     values = draw.integers(0, 2**bits, (ROWS, columns)).astype(np.uint8)
     scales = draw.uniform(0.5, 1.5, (ROWS, blocks)).astype(np.float32) / 2**bits
     zero = np.full((ROWS, blocks), 2.0 ** (bits - 1))
-    arrays = {"w.weight": packed(values, bits, block), "w.scales": scales.reshape(-1)}
+    arrays = {"w.weight": pack_bits(values, bits, block), "w.scales": scales.reshape(-1)}
     inputs = ["wide", "w.weight", "w.scales", "", "", ""]
     if zeros == "packed":
         zero = draw.integers(0, 2**bits, (ROWS, blocks)).astype(np.uint8)
         per_byte = 8 // bits
-        arrays["w.zeros"] = packed(zero, bits, -(-blocks // per_byte) * per_byte).reshape(-1)
+        arrays["w.zeros"] = pack_bits(zero, bits, -(-blocks // per_byte) * per_byte).reshape(-1)
         inputs[3] = "w.zeros"
     elif zeros == "floats":
         zero = draw.uniform(0, 2**bits, (ROWS, blocks)).astype(np.float32)
@@ -178,4 +178,4 @@ def test_unpacking_reverses_the_packing_of_a_file():
     draw = np.random.default_rng(0)
     for bits in (2, 4, 8):
         values = draw.integers(0, 2**bits, (3, 96)).astype(np.uint8)
-        np.testing.assert_array_equal(unpack_bits(packed(values, bits, 32).reshape(3, -1), bits, 96), values)
+        np.testing.assert_array_equal(unpack_bits(pack_bits(values, bits, 32).reshape(3, -1), bits, 96), values)

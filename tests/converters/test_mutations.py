@@ -90,44 +90,81 @@ def mutate_bytes(data: bytes, draw: np.random.Generator) -> bytes:
     return bytes(new)
 
 
-def mutate_graph(data: bytes, draw: np.random.Generator) -> bytes:
-    """Returns the graph of data with other operators, inputs, numbers, sizes, types or opset."""
-    model = onnx.ModelProto.FromString(data)
-    graph = model.graph
+class GraphMutation:
+    """Draws changes of a graph and makes them in place, in `model`."""
 
-    def pick(values):
-        return values[int(draw.integers(len(values)))]
+    def __init__(self, model: onnx.ModelProto, draw: np.random.Generator):
+        self.model, self.graph, self.draw = model, model.graph, draw
+        self.names = [name for node in self.graph.node for name in (*node.input, *node.output)]
+        self.integers = [tensor for tensor in self.graph.initializer if tensor.data_type == TensorProto.INT64]
 
-    names = [name for node in graph.node for name in (*node.input, *node.output)]
-    integers = [tensor for tensor in graph.initializer if tensor.data_type == TensorProto.INT64]
-    for _ in range(draw.integers(1, 4)):
-        kind, node = draw.integers(10), pick(graph.node)
-        if kind == 0 and len(node.input) > 1:
+    def pick(self, values):
+        return values[int(self.draw.integers(len(values)))]
+
+    def reverse_inputs(self, node: onnx.NodeProto) -> None:
+        if len(node.input) > 1:
             node.input.reverse()
-        elif kind == 1 and node.input:
-            node.input[int(draw.integers(len(node.input)))] = pick(names)
-        elif kind == 2:
-            node.op_type = pick(OPERATORS)
-        elif kind == 3 and node.attribute:
-            attribute = pick(node.attribute)
-            if attribute.type == AttributeProto.INT:
-                attribute.i = pick(LIMITS)
-            elif attribute.type == AttributeProto.INTS and attribute.ints:
-                attribute.ints[int(draw.integers(len(attribute.ints)))] = pick(LIMITS)
-        elif kind in (4, 5) and integers:
-            tensor = pick(integers)
+
+    def replace_input(self, node: onnx.NodeProto) -> None:
+        if node.input:
+            node.input[int(self.draw.integers(len(node.input)))] = self.pick(self.names)
+
+    def replace_operator(self, node: onnx.NodeProto) -> None:
+        node.op_type = self.pick(OPERATORS)
+
+    def replace_attribute(self, node: onnx.NodeProto) -> None:
+        if not node.attribute:
+            return
+        attribute = self.pick(node.attribute)
+        if attribute.type == AttributeProto.INT:
+            attribute.i = self.pick(LIMITS)
+        elif attribute.type == AttributeProto.INTS and attribute.ints:
+            attribute.ints[int(self.draw.integers(len(attribute.ints)))] = self.pick(LIMITS)
+
+    def replace_integer(self, node: onnx.NodeProto) -> None:
+        if self.integers:
+            tensor = self.pick(self.integers)
             array = numpy_helper.to_array(tensor).copy()
-            array.reshape(-1)[:1] = pick(LIMITS)
-            toy.replace(model, tensor.name, numpy_helper.from_array(array))
-        elif kind == 6 and (tensor := pick(graph.initializer)).dims:
-            tensor.dims[0] = pick(LIMITS)
-        elif kind == 7 and (axes := pick([*graph.input, *graph.output]).type.tensor_type.shape.dim):
-            pick(axes).dim_value = pick(LIMITS)
-        elif kind == 8:
-            pick(graph.input).type.tensor_type.elem_type = int(draw.integers(30))
-        elif kind == 9:
-            del node.input[-1:]
-    return model.SerializeToString()
+            array.reshape(-1)[:1] = self.pick(LIMITS)
+            toy.replace(self.model, tensor.name, numpy_helper.from_array(array))
+
+    def resize_weight(self, node: onnx.NodeProto) -> None:
+        if (tensor := self.pick(self.graph.initializer)).dims:
+            tensor.dims[0] = self.pick(LIMITS)
+
+    def resize_declared_axis(self, node: onnx.NodeProto) -> None:
+        if axes := self.pick([*self.graph.input, *self.graph.output]).type.tensor_type.shape.dim:
+            self.pick(axes).dim_value = self.pick(LIMITS)
+
+    def retype_input(self, node: onnx.NodeProto) -> None:
+        self.pick(self.graph.input).type.tensor_type.elem_type = int(self.draw.integers(30))
+
+    def drop_last_input(self, node: onnx.NodeProto) -> None:
+        del node.input[-1:]
+
+
+# Each entry is equally likely, so an integer of the weights is replaced twice as often.
+GRAPH_MUTATIONS = (
+    GraphMutation.reverse_inputs,
+    GraphMutation.replace_input,
+    GraphMutation.replace_operator,
+    GraphMutation.replace_attribute,
+    GraphMutation.replace_integer,
+    GraphMutation.replace_integer,
+    GraphMutation.resize_weight,
+    GraphMutation.resize_declared_axis,
+    GraphMutation.retype_input,
+    GraphMutation.drop_last_input,
+)
+
+
+def mutate_graph(data: bytes, draw: np.random.Generator) -> bytes:
+    """Returns the graph of data with other operators, inputs, numbers, sizes or types."""
+    mutation = GraphMutation(onnx.ModelProto.FromString(data), draw)
+    for _ in range(draw.integers(1, 4)):
+        mutate = GRAPH_MUTATIONS[int(draw.integers(len(GRAPH_MUTATIONS)))]
+        mutate(mutation, mutation.pick(mutation.graph.node))
+    return mutation.model.SerializeToString()
 
 
 def is_converted(source, out, time_limit) -> bool:
