@@ -19,8 +19,33 @@ PACKAGE = [path for path in PATHS if path.parts[0] in ("mlx_transmuter", "conver
 
 # Participles and adjectives: alone they name neither a thing nor what a function does.
 INCOMPLETE_NAMES = frozenset(
-    "asked changed declined dropped flat found given held hit kept made one packed parted read_back said same seen "
-    "settle settled taken together told wanted whole".split()
+    [
+        "asked",
+        "changed",
+        "declined",
+        "dropped",
+        "flat",
+        "found",
+        "given",
+        "held",
+        "hit",
+        "kept",
+        "made",
+        "one",
+        "packed",
+        "parted",
+        "read_back",
+        "said",
+        "same",
+        "seen",
+        "settle",
+        "settled",
+        "taken",
+        "together",
+        "told",
+        "wanted",
+        "whole",
+    ]
 )
 PUBLIC_API = {"CacheIndex.packed", "CacheIndex.whole"}  # names that users call
 
