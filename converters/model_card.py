@@ -64,7 +64,7 @@ def _proof_lines(metadata: Metadata, plan: RunPlan) -> list[str]:
         "What the conversion proved, on random tokens, against the unrewritten graph:",
         "",
         f"- prompts of {lengths} tokens in one batch, {proof.steps} steps:"
-        f" logits within {proof.error:.1e} of their spread (limit {proof.limit:.0e});",
+        f" logits within {proof.error:.1e} of their range (tolerance {proof.limit:.0e});",
         f"- the cache works in the mode `{plan.cache_mode}`;",
         # A rewrite that replaced and skipped nothing found nothing to do.
         *(_rewrite_line(rewrite) for rewrite in metadata.rewrites if rewrite.replaced or rewrite.skipped),
@@ -75,14 +75,14 @@ def _proof_lines(metadata: Metadata, plan: RunPlan) -> list[str]:
 def _rewrite_line(rewrite: RewriteSummary) -> str:
     count, skipped = rewrite.replaced, sum(rewrite.skipped.values())
     line = f"- the rewrite `{rewrite.name.replace('_', ' ')}` replaced {count} {'node' if count == 1 else 'nodes'}"
-    return f"{line} and left {skipped};" if skipped else f"{line};"
+    return f"{line} and skipped {skipped};" if skipped else f"{line};"
 
 
 def _float_activation_lines(record: FloatActivations) -> list[str]:
     return [
         "",
         f"The file rounds activations to 8 bits; here they stay in float ({record.replaced} nodes). On a prompt",
-        f"of random tokens that moves the logits by up to {record.error:.1e} of their spread.",
+        f"of random tokens that moves the logits by up to {record.error:.1e} of their range.",
     ]
 
 
@@ -90,7 +90,7 @@ def _cast_lines(record: Cast) -> list[str]:
     return [
         "",
         f"Then converted to {record.dtype}: on the same prompts, logits within {record.error:.1e} of the",
-        f"graph's spread (limit {record.limit:.0e}).",
+        f"graph's range (tolerance {record.limit:.0e}).",
     ]
 
 
@@ -101,7 +101,7 @@ def _quantization_lines(record: QuantizationSummary) -> list[str]:
         f"Then quantized (`{record.name}`, groups of {record.group_size}): {sum(record.layers.values())} "
         f"layers, {layers}. Each weight is within half a step of its float, at the ends of its group's range "
         "within a step.",
-        f"On the same prompts that moves the logits by up to {record.error:.1e} of their spread, and the next "
+        f"On the same prompts that moves the logits by up to {record.error:.1e} of their range, and the next "
         f"token's distribution by {record.divergence:.1e} nats (Kullback-Leibler).",
         "",
         *(f"- `{layer}` stays as it is: {reason};" for layer, reason in record.unquantized.items()),

@@ -67,16 +67,16 @@ def convert(
     if quantize is not None:
         options = replace(options, quantize=Quantization.of(quantize))
     out = Path(out).expanduser()
-    origin, file = find_source(source, file, revision)
-    if PROGRAM_FILE in origin.file_names:
+    resolved_source, file = find_source(source, file, revision)
+    if PROGRAM_FILE in resolved_source.file_names:
         raise SourceError(source, "already converted", "ONNX files", "load it as it is")
     if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or (out / PROGRAM_FILE).is_file())):
         raise SourceError(
             out, "exists and holds something else", "a new folder, or an earlier conversion", "name another"
         )
-    name = choose_decoder_file(origin, file, dtype, progress)
-    folder = fetch_model_files(origin, name, progress)
-    return _import_converter()(folder, name, out, progress=progress, base_model=origin.repo, precision=options)
+    name = choose_decoder_file(resolved_source, file, dtype, progress)
+    folder = fetch_model_files(resolved_source, name, progress)
+    return _import_converter()(folder, name, out, progress=progress, base_model=resolved_source.repo, precision=options)
 
 
 def load(
@@ -86,27 +86,27 @@ def load(
 
     A `dtype` that names a float type converts the graph to it, as in `convert`.
     An unconverted source is converted once into the user's cache, which is said in one line: the folder that
-    MLX_TRANSMUTER_CACHE names, else ~/.cache/mlx_transmuter. It is converted again when the source options. Removing
-    the folder, or one in it, clears it. Raises HubError, the converter's ConvertError, and load_model's errors.
+    MLX_TRANSMUTER_CACHE names, else ~/.cache/mlx_transmuter. It is converted again when the source changes.
+    Removing the folder, or one in it, clears it. Raises SourceError, ConvertError, ProgramError and TokenizerError.
     """
-    origin, file = find_source(source, file, revision)
-    if PROGRAM_FILE in origin.file_names:
+    resolved_source, file = find_source(source, file, revision)
+    if PROGRAM_FILE in resolved_source.file_names:
         if file or dtype:
             raise SourceError(source, "already converted", "neither file nor dtype", "convert the one you want")
-        return load_folder(fetch_files(origin, [name for name in origin.file_names if is_converted_file(name)]))
+        return load_folder(fetch_files(resolved_source, [name for name in resolved_source.file_names if is_converted_file(name)]))
     dtype, options = _precision_of_dtype(dtype)
-    name = choose_decoder_file(origin, file, dtype)
-    folder = _cached_conversion(origin, name, options)
+    name = choose_decoder_file(resolved_source, file, dtype)
+    folder = _cached_conversion(resolved_source, name, options)
     if not (folder / PROGRAM_FILE).is_file():
-        fetched = fetch_model_files(origin, name)
+        fetched = fetch_model_files(resolved_source, name)
         with user_cache.partial_folder(folder) as temporary:
-            whole = _import_converter()(fetched, name, temporary / "model", base_model=origin.repo, precision=options)
+            whole = _import_converter()(fetched, name, temporary / "model", base_model=resolved_source.repo, precision=options)
             try:
                 os.rename(whole, folder)
             except OSError:  # another process may have been first: its folder holds the same
                 if not (folder / PROGRAM_FILE).is_file():
                     raise
-        print_notice(f"converted {origin.label} ({name}) once into {folder}; remove that folder to clear it")
+        print_notice(f"converted {resolved_source.label} ({name}) once into {folder}; remove that folder to clear it")
     return load_folder(folder)
 
 

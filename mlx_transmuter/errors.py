@@ -26,9 +26,9 @@ class TransmuterError(ValueError):
 
 
 def did_you_mean(name: Any, names: Sequence[str]) -> str:
-    """A question after the name that is most like `name`; "" where none is."""
+    """The remedy that names the one of `names` most like `name`; "" where none is."""
     close = difflib.get_close_matches(str(name), names, n=1)
-    return f"Did you mean {close[0]}?" if close else ""
+    return f'use "{close[0]}"' if close else ""
 
 
 def abbreviate(names: Sequence[str], most: int = 8) -> str:

@@ -124,7 +124,9 @@ def _best_decoder_file(source: Source, onnx_files: Sequence[str], dtype: str | N
         name for name in in_place or onnx_files if not _stem_without_dtype(name).startswith(NON_DECODER_PREFIXES)
     ]
     if not decoders and len({PurePosixPath(name).with_name(_stem_without_dtype(name)) for name in candidates}) != 1:
-        found = f"no telling which is the decoder: {abbreviate(onnx_files)}"
+        found = f"several files that may be the decoder: {abbreviate(candidates)}"
+        if not candidates:
+            found = f"no file that may be the decoder among {abbreviate(onnx_files)}"
         raise SourceError(source.label, found, do="name it with file (--file)")
     of_dtype = [name for name in candidates if dtype is None or _dtype_of_file(name) == dtype]
     if not of_dtype:

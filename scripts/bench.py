@@ -134,9 +134,9 @@ def table(rows: list[dict]) -> str:
     for row in rows:
         if "step" not in row:
             continue
-        quantised = row["contender"].endswith(" q4")
-        peer = _other(rows, row, "mlx-lm q4" if quantised else "mlx-lm")
-        floor = {} if quantised or row["contender"] == "products" else _other(rows, row, "products")
+        quantized = row["contender"].endswith(" q4")
+        peer = _other(rows, row, "mlx-lm q4" if quantized else "mlx-lm")
+        floor = {} if quantized or row["contender"] == "products" else _other(rows, row, "products")
         cells = (
             row["context"],
             row["batch"],

@@ -1,7 +1,7 @@
 """Measures what quantized keys and values change, on the fixtures and the demo model: the table of docs/caches.md.
 
 Each text is repeated token by token, which gives the share of steps whose most likely token is the same, and the
-largest change of a logit relative to the spread of the step's logits.
+largest change of a logit relative to the range of the step's logits.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ HEAD = """# Rewrites, model by model
 
 Written by `scripts/report_rewrites.py` from the models of the tests (two or three layers each). *nodes*: read from the
 file, and left. *mode*: of the graph as it is, and how it runs where that is unlike others. *error*: the largest
-difference of logits from the unrewritten graph's, relative to their spread: in that mode, and over pools. The other
+difference of logits from the unrewritten graph's, relative to their range: in that mode, and over pools. The other
 columns count what each rewrite made.
 
 """

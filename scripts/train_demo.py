@@ -390,9 +390,9 @@ def train(tokenizer, known: list[Fact], steps: int) -> LlamaForCausalLM:
     torch.manual_seed(SEED)
     torch.set_num_threads(1)
     model = LlamaForCausalLM(LlamaConfig(VOCAB, tie_word_embeddings=True, **SHAPE, **IDS))
-    optimiser = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.05)
     rate = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, lambda n: min((n + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * n / steps) + 1e-3)
+        optimizer, lambda n: min((n + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * n / steps) + 1e-3)
     )
     source, asked, best = rows(tokenizer, random.Random(SEED), known), cases(known), (-1, {})
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(known)} facts, {len(asked)} cases")
@@ -402,9 +402,9 @@ def train(tokenizer, known: list[Fact], steps: int) -> LlamaForCausalLM:
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
         rate.step()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         losses.append(loss.item())
         if step % 50 == 0:
             print(f"step {step}: loss {np.mean(losses[-50:]):.4f}, {time.monotonic() - started:.0f} s", flush=True)

@@ -150,7 +150,7 @@ def test_without_a_model_the_demo_answers_its_prompt(run, monkeypatch):
         ("convert --model x --quant-predicate mixed_3_6", "need -q"),
         ("convert --model x -q --q-bits 7", "bits 7; expected one of 2, 3, 4, 5, 6, 8"),
         ("convert --model x -q --q-group-size 16", "group_size 16"),
-        ("convert --model x -q --quant-predicate mixed_36", "Did you mean mixed_3_6"),
+        ("convert --model x -q --quant-predicate mixed_36", 'use "mixed_3_6"'),
         ("convert --model x -q --q-bits 4 --quant-predicate mixed_3_6", "names its own bits"),
         ("generate --model x -q", "unrecognized arguments"),
     ],
@@ -244,7 +244,7 @@ def test_convert_keeps_activations_in_float_only_where_a_file_rounds_them(run, t
     assert "no activations rounded to 8 bits" in err
 
 
-def test_convert_quantises(run, tmp_path):
+def test_convert_quantizes(run, tmp_path):
     code, stdout, err = run(
         "convert", "--hf-path", LLAMA, "--mlx-path", tmp_path / "out", "-q", "--q-bits", 8, "--q-group-size", 32
     )
@@ -316,7 +316,7 @@ def test_inspect_says_why_a_rewrite_did_not_hold(run, folder, tmp_path):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "program.json").write_text(json.dumps(program))
     out = run("inspect", "--model", tmp_path)[1]
-    assert re.search(r"3 fuse\n +declined 4: w has rank 2\n", out)
+    assert re.search(r"3 fuse\n +skipped 4: w has rank 2\n", out)
 
 
 # Chat.

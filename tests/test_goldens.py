@@ -11,8 +11,8 @@ from mlx_transmuter import generation, ops
 from mlx_transmuter.runtime.decoder import Decoder
 from mlx_transmuter.runtime.prefill_schedule import prefill_chunks
 
-# How far logits may be from onnxruntime's on the same file, relative to their spread: float32 sums in another order;
-# 4-bit products accumulate in another order over dequantised blocks; half types round each sum.
+# How far logits may be from onnxruntime's on the same file, relative to their range: float32 sums in another order;
+# 4-bit products accumulate in another order over dequantized blocks; half types round each sum.
 LIMITS = {
     **dict.fromkeys(
         ("llama_q4", "qwen3_genai_int4", "qwen3_genai_qdq", "qwen2_genai_tied4", "qwen2_genai_tied8"), 1e-3

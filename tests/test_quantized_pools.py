@@ -111,7 +111,7 @@ def test_a_decoder_without_keys_and_values_refuses_kv_bits(name, loaded):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_KEYS_AND_VALUES])
 def test_eight_bits_have_a_smaller_error_than_four(name, loaded):
-    """The error of 8 bits has a bound, relative to the spread of the logits."""
+    """The error of 8 bits has a bound, relative to the range of the logits."""
     module, rows = loaded(name).decoder, rows_of(name)
     text = [*rows[0]["prompt"], *rows[0]["tokens"]][:40]
     expected = logits_of_steps(Decoder(module, 1), text)

@@ -29,7 +29,7 @@ WINDOWED = ["gemma3_genai", "mistral", "mistral_genai"]  # windows of 8 in all l
 MIXED = ["gemma2", "gemma3_text", "gpt_neo", "gpt_oss"]  # in one of two
 LAYOUTS = {"runs": {}, "blocks": {"paged": True}, "blocks of 5": {"paged": True, "block_size": 5}}
 TEXT = np.random.default_rng(11).integers(3, 60, 250).tolist()
-NEAR = 1e-4  # of the logits' spread, as the goldens have it
+NEAR = 1e-4  # of the logits' range, as the goldens have it
 
 
 @pytest.fixture

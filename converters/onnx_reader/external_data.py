@@ -51,7 +51,7 @@ def locate_external_data(location: str, file: Path, name: str) -> Path:
     refusal = ConvertError(
         file,
         f"external data at {location!r} for the tensor {name!r}",
-        "a file beside the model",
+        "a file beside the ONNX file",
         "get the model from a source that you trust",
     )
     relative = Path(location)
@@ -65,7 +65,7 @@ def locate_external_data(location: str, file: Path, name: str) -> Path:
         path.stat()
     except OSError as problem:
         found = f"no file {location!r}, which holds the tensor {name!r} ({problem.strerror})"
-        raise ConvertError(file, found, "it beside the model", "download it too") from None
+        raise ConvertError(file, found, "the data file beside the ONNX file", f"download {location}") from None
     if not path.is_file():
         raise refusal
     return path

@@ -42,7 +42,7 @@ def apply_float_activations(source: Program, path: Path) -> tuple[Program, dict[
         if error > limit:
             raise ConvertError(
                 path,
-                f"two branches on {branch!r} whose logits differ by {error:.1e} of their spread",
+                f"two branches on {branch!r} whose logits differ by {error:.1e} of their range",
                 f"at most {limit:g}, to keep activations in float",
                 "convert it as it is",
             )
@@ -72,7 +72,7 @@ def apply_dtype(
     if error > limit:
         raise ConvertError(
             case.path,
-            f"logits that differ by {error:.1e} of their spread in {dtype}",
+            f"logits that differ by {error:.1e} of their range in {dtype}",
             f"at most {limit:g}",
             "use bfloat16 or float32" if dtype == "float16" else "use float32",
         )

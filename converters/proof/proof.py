@@ -145,7 +145,7 @@ def _batch_steps(
 
 
 def logit_error(logits: Logits, reference: Logits) -> float:
-    """Returns the largest difference of two sets of logits, relative to the spread of the reference.
+    """Returns the largest difference of two sets of logits, relative to the range (maximum − minimum) of the reference.
 
     It is infinite where one of the two has a finite logit and the other has not.
     """
@@ -153,10 +153,10 @@ def logit_error(logits: Logits, reference: Logits) -> float:
     for row, reference_row in zip(logits, reference, strict=True):
         for values, expected in zip(row, reference_row, strict=True):
             finite = np.isfinite(expected)
-            spread = float(np.ptp(expected[finite])) if finite.any() else 0.0
+            logit_range = float(np.ptp(expected[finite])) if finite.any() else 0.0
             if (np.isfinite(values) != finite).any():
                 return float("inf")
-            errors = np.abs(values[finite].astype(np.float32) - expected[finite]) / (spread or 1.0)
+            errors = np.abs(values[finite].astype(np.float32) - expected[finite]) / (logit_range or 1.0)
             largest = max(largest, float(errors.max(initial=0.0)))
     return largest
 

@@ -7,7 +7,7 @@ import math
 from mlx_transmuter.converters.graph.activation_quantization import quantizes_activations
 from mlx_transmuter.program import Program
 
-# How far logits may differ, relative to their spread, by the type that the graph computes in. The rewrites keep the
+# How far logits may differ, relative to their range (maximum − minimum), by the type that the graph computes in. The rewrites keep the
 # graph's arithmetic up to its order of summation; two orders of a sum differ by some 1e-6 of it in float32 and 1e-2 in
 # half types.
 # A dynamic graph rounds its activations to 8 bits by a scale of the whole step: a sum in another order can move a value

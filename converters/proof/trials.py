@@ -134,7 +134,7 @@ def prove_graph_rewrites(trials: GraphTrials, rewrites: tuple[Rewrite, ...]) -> 
     raise ConvertError(
         trials.path,
         f"a module that disagrees with its graph ({errors})",
-        f"logits within {trials.tolerance:g} of their spread",
+        f"logits within {trials.tolerance:g} of their range",
         "report the model to this project: its conversion is wrong, and was deleted",
     )
 

@@ -68,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     _add_file_arguments(convert)
     convert.add_argument(
-        "--quantize", "-q", action="store_true", help="quantise linear layers and embeddings of a float model"
+        "--quantize", "-q", action="store_true", help="quantize linear layers and embeddings of a float model"
     )
     convert.add_argument("--q-bits", type=int, metavar="BITS", help="bits of a weight: 2, 3, 4, 5, 6 or 8 (default: 4)")
     convert.add_argument(

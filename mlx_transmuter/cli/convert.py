@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _quantization_spec(args: argparse.Namespace) -> dict[str, Any] | None:
-    """What the flags say of quantisation; a flag that would have no effect, or that MLX has no form of, is an error."""
+    """What the flags say of quantization; a flag that would have no effect, or that MLX has no form of, is an error."""
     given = {"bits": args.q_bits, "group_size": args.q_group_size, "recipe": args.quant_predicate}
     given = {name: value for name, value in given.items() if value is not None}
     if not args.quantize:

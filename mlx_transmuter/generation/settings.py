@@ -118,10 +118,10 @@ class Settings:
         1.0,
     )
     repetition_penalty: float = _supported_setting(
-        "penalises (above 1) each token that a row already has", setting_checks.number(above=0), 1.0
+        "penalizes (above 1) each token that a row already has", setting_checks.number(above=0), 1.0
     )
     no_repeat_ngram_size: int = _supported_setting(
-        "no n-gram of this size twice in a row", setting_checks.integer(0), 0
+        "no n-gram of this size occurs twice in a sequence", setting_checks.integer(0), 0
     )
     encoder_no_repeat_ngram_size: int = _supported_setting(
         "no n-gram of this size of the encoder, or of the prompt", setting_checks.integer(0), 0

@@ -31,7 +31,7 @@ class NodeCounts:
 
 @dataclass(frozen=True)
 class ProofSummary:
-    """How far logits were from those of the unrewritten graph, relative to their spread, and how far they could be.
+    """How far logits were from those of the unrewritten graph, relative to their range, and how far they could be.
 
     tried: the error of each plan and form that was tried, or why it cannot run. prompts: the lengths of the prompts.
     steps: how many tokens followed each.

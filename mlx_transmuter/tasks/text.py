@@ -135,7 +135,7 @@ class TextGeneration:
         return sum(gen.compilation_count for gen in self._compiled_batches.values())
 
     def _start_steps(self, ids: Sequence[list[int]], seed: int | Sequence[int] | None) -> GenerationSteps:
-        """The steps of `generation.run` for these prompts, in a batch of the next power of two."""
+        """The steps of `generate_steps` for these prompts, in a batch of the next power of two."""
         size = 1 << (len(ids) - 1).bit_length()
         if size not in self._compiled_batches:
             self._compiled_batches[size] = loop.compile(self.context, size)

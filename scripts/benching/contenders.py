@@ -183,7 +183,7 @@ class Peer:
 
 
 class Peer4Bit(Peer):
-    """mlx-lm on the weights quantised to 4 bits in groups of 32, as the 4-bit file has them."""
+    """mlx-lm on the weights quantized to 4 bits in groups of 32, as the 4-bit file has them."""
 
     folder = "hf-q4"
 

@@ -1,4 +1,4 @@
-"""The forms that tools make of an optimum export: onnxruntime's optimiser by optimum's levels, transformers.js's types.
+"""The forms that tools make of an optimum export: onnxruntime's optimizer by optimum's levels, transformers.js's types.
 
 The tools themselves, which come with onnxruntime, make them when a test asks for them.
 """
@@ -31,12 +31,12 @@ def make(name: str, form: str, folder: Path) -> Path:
         if form in EIGHT_BITS:
             _eight_bits(FIXTURES / name / "model.onnx", folder / "model.onnx", form)
             return folder
-        model = _optimised(name, form) if form in LEVELS else _typed(onnx.load(FIXTURES / name / "model.onnx"), form)
+        model = _optimized(name, form) if form in LEVELS else _typed(onnx.load(FIXTURES / name / "model.onnx"), form)
         onnx.save(model, folder / "model.onnx")
     return folder
 
 
-def _optimised(name: str, level: str) -> onnx.ModelProto:
+def _optimized(name: str, level: str) -> onnx.ModelProto:
     """The model after optimum's ORTOptimizer at that level, which treats every decoder as a GPT-2."""
     from onnxruntime.transformers.fusion_options import FusionOptions
     from onnxruntime.transformers.optimizer import optimize_model
@@ -62,7 +62,7 @@ def _optimised(name: str, level: str) -> onnx.ModelProto:
 
 @contextlib.contextmanager
 def _torch() -> Iterator[None]:
-    """The optimiser asks torch for which GPUs it was built; a stand-in for a missing torch answers for none."""
+    """The optimizer asks torch for which GPUs it was built; a stand-in for a missing torch answers for none."""
     if importlib.util.find_spec("torch") is not None:
         yield
         return
@@ -76,7 +76,7 @@ def _torch() -> Iterator[None]:
 
 
 def _typed(model: onnx.ModelProto, form: str) -> onnx.ModelProto:
-    """The model after transformers.js's quantise script, without the script's last clean-up."""
+    """The model after transformers.js's quantize script, without the script's last clean-up."""
     if form == "bnb4":
         from onnxruntime.quantization.matmul_bnb4_quantizer import MatMulBnb4Quantizer
 

@@ -21,7 +21,7 @@ from mlx_transmuter.precision_options import PrecisionOptions, Quantization
 from mlx_transmuter.program import Program
 from mlx_transmuter.runtime.decoder import Decoder
 
-# How far logits may be off, relative to their spread, by the type.
+# How far logits may be off, relative to their range, by the type.
 LIMITS = {"float16": 2e-2, "bfloat16": 8e-2, "float32": 2e-2}
 HALVES = ("float16", "bfloat16")
 
@@ -62,7 +62,7 @@ def assert_golden_logits(folder: Path, rows: list[dict], limit: float) -> None:
 def test_the_logits_are_onnxruntimes_of_the_float32_file(name, dtype, tmp_path):
     if (name, dtype) == ("mixtral", "bfloat16"):
         # Some tokens' second and third expert are a tie in so few digits: transformers itself is off by 0.35 there.
-        with pytest.raises(ConvertError, match=r"of their spread in bfloat16;.*: use float32\.$"):
+        with pytest.raises(ConvertError, match=r"of their range in bfloat16;.*: use float32\.$"):
             run(FIXTURES / name, tmp_path / "out", dtype)
         return
     folder = run(FIXTURES / name, tmp_path / "out", dtype)
@@ -243,7 +243,7 @@ def test_a_graph_that_a_half_type_changes_is_refused(tmp_path):
     node = helper.make_node
     nodes = [node("Mul", ["embedded", "large"], ["wide"]), node("Div", ["wide", "large"], ["changed"])]
     source = toy.write(tmp_path / "source", with_nodes(nodes, {"large": np.array(60000.0, np.float32)}))
-    with pytest.raises(ConvertError, match=r"logits that differ by inf of their spread in float16.*bfloat16"):
+    with pytest.raises(ConvertError, match=r"logits that differ by inf of their range in float16.*bfloat16"):
         run(source, tmp_path / "out", "float16")
 
 

@@ -85,7 +85,7 @@ def test_a_mixture_in_floats(activation, attrs, bias, tmp_path):
     assert stacks == [{"kind": "SwitchLinear", "bias": bias}] * 2
 
 
-def test_a_mixture_in_floats_can_be_quantised_by_the_conversion(tmp_path):
+def test_a_mixture_in_floats_can_be_quantized_by_the_conversion(tmp_path):
     source = toy.write(tmp_path / "source", decoder("MoE", dense(False, True)))
     how = PrecisionOptions(Quantization(8, 32, 8))
     folder = convert(source, "model.onnx", tmp_path / "out", progress=False, precision=how)
@@ -117,7 +117,7 @@ def packed_weights(name: str, rows: int, columns: int, bits: int, block: int | N
 @pytest.mark.parametrize(
     ("block", "kind"), [(32, "QuantizedSwitchLinear"), (16, "SwitchLinear"), (None, "QuantizedSwitchLinear")]
 )
-def test_a_quantised_mixture(block, kind, zeros, bits, tmp_path):
+def test_a_quantized_mixture(block, kind, zeros, bits, tmp_path):
     """MLX has no groups of 16: such weights become floats. A scale of a whole row is repeated for each of its groups."""
     inner = 2 * INNER  # two blocks of 32 in each row, and so whole bytes of zero points
     first, second = (

@@ -14,11 +14,11 @@ from mlx_transmuter.program.signature import CACHE_INDEX_INPUT
 from mlx_transmuter.runtime.decoder import Decoder
 
 pytest.importorskip("onnxruntime")
-pytest.importorskip("onnx_ir")  # onnxruntime's quantisers to 4 bits need it
+pytest.importorskip("onnx_ir")  # onnxruntime's quantizers to 4 bits need it
 
 LENGTHS, NEW = (3, 11, 29), 12
 # How far logits may be from onnxruntime's, and how far the best must be from the second in a prompt's tokens: 4-bit
-# products accumulate in another order over dequantised blocks, half types round each sum.
+# products accumulate in another order over dequantized blocks, half types round each sum.
 FLOAT, FOUR, HALF = (1e-4, 2e-3), (1e-3, 4e-3), (2e-2, 8e-3)
 LIMITS = {"q4": FOUR, "q4f16": HALF, "fp16": HALF, "O4": HALF}
 # The operators that the tool puts into the file, and the nodes that may be left of it: a few more than of the export,

@@ -224,7 +224,7 @@ def test_the_node_builder_names_what_it_adds_after_its_prefix():
 
 
 def test_every_operator_of_a_set_is_declared():
-    """A misspelt operator would never match, and nothing else would say so."""
+    """A misspelled operator would never match, and nothing else would say so."""
     modules = [
         importlib.import_module(info.name)
         for info in pkgutil.walk_packages(converters.__path__, converters.__name__ + ".")

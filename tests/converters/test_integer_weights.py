@@ -1,4 +1,4 @@
-"""Weights in integers become quantised layers, and rounded activations floats where asked: onnxruntime's logits."""
+"""Weights in integers become quantized layers, and rounded activations floats where asked: onnxruntime's logits."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def toy_with_dequantize_linear(kind: str, form: str, transposed: bool, columns: 
 @pytest.mark.parametrize("kind", [*PACKED, *BYTES])
 @pytest.mark.parametrize("form", ["tensor", "channel", "blocks"])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_weight_in_integers_becomes_a_quantised_layer(kind, form, transposed, tmp_path):
+def test_a_weight_in_integers_becomes_a_quantized_layer(kind, form, transposed, tmp_path):
     model, weight = toy_with_dequantize_linear(kind, form, transposed)
     actual, program = converted(model, tmp_path)
     assert kinds(program) == ["QuantizedLinear"]
@@ -133,7 +133,7 @@ def dynamically_quantized(name: str, folder: Path, **options) -> Path:
 
 
 def in_floats(file: Path) -> onnx.ModelProto:
-    """The dynamic file with products of floats for those of integers: weights dequantised, activations not rounded."""
+    """The dynamic file with products of floats for those of integers: weights dequantized, activations not rounded."""
     model = onnx.load(str(file))
     arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
     producers = {name: node for node in model.graph.node for name in node.output}
@@ -156,7 +156,7 @@ def in_floats(file: Path) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma"])
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_a_dynamic_file_with_float_activations_has_quantised_layers(name, per_channel, tmp_path):
+def test_a_dynamic_file_with_float_activations_has_quantized_layers(name, per_channel, tmp_path):
     from onnxruntime.quantization import QuantType
 
     source = dynamically_quantized(name, tmp_path / "source", weight_type=QuantType.QInt8, per_channel=per_channel)
@@ -175,7 +175,7 @@ def test_a_dynamic_file_with_float_activations_has_quantised_layers(name, per_ch
     recorded = program.metadata["float_activations"]
     error = np.abs(actual - rounded).max() / np.ptp(rounded)
     assert error / 10 < recorded["error"] < error * 10
-    assert f"by up to {recorded['error']:.1e} of their spread" in (out / "README.md").read_text()
+    assert f"by up to {recorded['error']:.1e} of their range" in (out / "README.md").read_text()
 
 
 def test_a_merged_dynamic_file_can_keep_activations_in_float(tmp_path):
@@ -204,7 +204,7 @@ def test_a_merged_dynamic_file_whose_branches_differ_is_refused(tmp_path):
     producer.output[list(producer.output).index(output)] = "before"
     cached.node.append(helper.make_node("Neg", ["before"], [output]))
     onnx.save(model, str(source / "model.onnx"))
-    with pytest.raises(ConvertError, match=r"two branches on 'use_cache_branch'.*spread"):
+    with pytest.raises(ConvertError, match=r"two branches on 'use_cache_branch'.*range"):
         convert(
             source, "model.onnx", tmp_path / "out", progress=False, precision=PrecisionOptions(float_activations=True)
         )
@@ -230,7 +230,7 @@ def test_float_activations_of_a_float_file_are_refused(tmp_path):
 
 @pytest.mark.parametrize("fused", ["DynamicQuantizeMatMul", "MatMulIntegerToFloat"])
 @pytest.mark.parametrize("signed", [False, True])
-def test_the_fused_products_of_onnxruntime_become_quantised_layers(fused, signed, tmp_path):
+def test_the_fused_products_of_onnxruntime_become_quantized_layers(fused, signed, tmp_path):
     draw = np.random.default_rng(0)
     kind = np.int8 if signed else np.uint8
     values = draw.integers(np.iinfo(kind).min, np.iinfo(kind).max, (64, toy.DIM)).astype(kind)
@@ -257,7 +257,7 @@ def test_the_fused_products_of_onnxruntime_become_quantised_layers(fused, signed
 
 
 class Prompts:
-    """Calibration data for onnxruntime's static quantisation."""
+    """Calibration data for onnxruntime's static quantization."""
 
     def __init__(self, inputs):
         draw = np.random.default_rng(1)

@@ -1,4 +1,4 @@
-"""Weights in blocks of few bits: a converted decoder gives onnxruntime's logits, from quantised layers."""
+"""Weights in blocks of few bits: a converted decoder gives onnxruntime's logits, from quantized layers."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ CASES = [
 
 @pytest.mark.parametrize(("columns", "block", "bits", "zeros", "order"), CASES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_blocks_become_a_quantised_layer_with_the_logits_of_onnxruntime(
+def test_blocks_become_a_quantized_layer_with_the_logits_of_onnxruntime(
     columns, block, bits, zeros, order, bias, tmp_path
 ):
     model, weight, offset = toy_with_matmul_nbits(columns, block, bits, zeros, order, bias)

@@ -283,7 +283,7 @@ def test_sizes_that_are_read_off_the_past_are_read_off_the_tokens():
 
 
 def test_positions_that_two_uses_share_are_computed_for_each():
-    """onnxruntime's optimiser lets the rotation and the mask share an Unsqueeze of the same positions."""
+    """onnxruntime's optimizer lets the rotation and the mask share an Unsqueeze of the same positions."""
     program = program_before("gemma", expose_positions)
     graph = GraphView(program)
     shared = next(

@@ -162,7 +162,7 @@ def test_exports_get_the_bits_that_mlx_lm_gives_by_name(name):
         ("gptj", "fc_out"),
     ],
 )
-def test_down_projections_under_other_names_are_recognised(name, down):
+def test_down_projections_under_other_names_are_recognized(name, down):
     """mlx_lm refuses these, whose down projections have other names."""
     program = rewritten_program(name)
     bits = recipe_bits(program, Quantization.of("mixed_3_6"), FIXTURES / name)
@@ -172,7 +172,7 @@ def test_down_projections_under_other_names_are_recognised(name, down):
 
 
 @pytest.mark.parametrize("name", ["Gelu", "FastGelu", "BiasGelu", "QuickGelu"])
-def test_activations_of_onnxruntime_are_recognised(name):
+def test_activations_of_onnxruntime_are_recognized(name):
     program = llama(9, pools=True)
     fused = [
         replace(node, op=f"com.microsoft.{name}-1", inputs=node.inputs[:1], attrs={}) if node.op == "mlx.gate" else node

@@ -99,8 +99,8 @@ def test_a_rotation_by_tables_whose_halves_differ_is_not_fused():
     assert apply_rewrite(program, fuse_rotary_embedding)[1].replaced_count == 0
 
 
-def test_a_rotation_of_neighbours_by_tables_of_halves_is_not_fused():
-    """gptj's tables repeat each angle for two neighbours; in the order of halves neighbours differ."""
+def test_a_rotation_of_neighbors_by_tables_of_halves_is_not_fused():
+    """gptj's tables repeat each angle for two neighbors; in the order of halves neighbors differ."""
     program = program_before("gptj", fuse_rotary_embedding)
     assert apply_rewrite(program, fuse_rotary_embedding)[1].replaced_count == 4
     nodes = []

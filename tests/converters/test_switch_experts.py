@@ -1,4 +1,4 @@
-"""Mixtures that run only the chosen experts: their spellings, quantised and half types, and near misses."""
+"""Mixtures that run only the chosen experts: their spellings, quantized and half types, and near misses."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_token_reads_only_the_chosen_experts(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_stacks_hold_the_quantised_weights_of_each_expert(bits, tmp_path):
+def test_quantized_stacks_hold_the_quantized_weights_of_each_expert(bits, tmp_path):
     """The weights are those of mx.quantize for each expert, and the logits those of the graph with these weights."""
     model = mixtures.decoder("gathered")
     how = Quantization(bits, 32, bits)

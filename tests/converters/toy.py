@@ -121,7 +121,7 @@ def place(tensor: TensorProto, location: str, offset: int | None = None, length:
 
 
 def initializer(model: ModelProto, name: str) -> TensorProto:
-    """The initialiser of that name."""
+    """The initializer of that name."""
     return next(tensor for tensor in model.graph.initializer if tensor.name == name)
 
 
@@ -131,7 +131,7 @@ def node(model: ModelProto, output: str) -> onnx.NodeProto:
 
 
 def replace(model: ModelProto, name: str, array: TensorProto) -> None:
-    """The initialiser of that name becomes `array`, under the same name."""
+    """The initializer of that name becomes `array`, under the same name."""
     array.name = name
     initializer(model, name).CopyFrom(array)
 

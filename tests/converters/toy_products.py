@@ -1,4 +1,4 @@
-"""A toy decoder with a quantised product between its embedding and its attention, for tests against onnxruntime."""
+"""A toy decoder with a quantized product between its embedding and its attention, for tests against onnxruntime."""
 
 from __future__ import annotations
 

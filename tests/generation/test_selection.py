@@ -58,7 +58,7 @@ def test_sampled_tokens_have_the_frequencies_of_the_processed_scores(options):
 
 
 def test_the_draws_of_one_seed_are_as_independent_as_those_of_many():
-    """The sequence of one seed has the frequencies of many seeds, and neighbours are independent."""
+    """The sequence of one seed has the frequencies of many seeds, and neighbors are independent."""
     logits = np.log(np.array([0.5, 0.3, 0.2], np.float32))
     ctx = generation.context(fake_model(), do_sample=True, top_k=0)
     selection = TokenSelection(ctx.settings, 3)

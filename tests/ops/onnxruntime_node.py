@@ -17,7 +17,7 @@ CONTRIB_DOMAIN = "com.microsoft"
 def onnxruntime_outputs(
     op_type, inputs, attrs, outputs, domain=CONTRIB_DOMAIN, *, opset=21, input_types=None, output_types=None
 ):
-    """Returns onnxruntime's outputs, without graph optimisation.
+    """Returns onnxruntime's outputs, without graph optimization.
 
     inputs: arrays, or None for an absent one; outputs: names, "" for an absent one, whose result is None; input_types:
     number -> ONNX element type of the inputs whose type numpy lacks (int4); output_types: name -> element type of the
@@ -30,7 +30,7 @@ def onnxruntime_outputs(
             kind = (input_types or {}).get(i) or helper.np_dtype_to_tensor_dtype(array.dtype)
             if (input_types or {}).get(
                 i
-            ):  # onnxruntime's Python takes no inputs of these types: they become initialisers
+            ):  # onnxruntime's Python takes no inputs of these types: they become initializers
                 values.append(helper.make_tensor(f"x{i}", kind, array.shape, array.ravel()))
             else:
                 values.append(helper.make_tensor_value_info(f"x{i}", kind, array.shape))

@@ -30,15 +30,15 @@ def test_mat_mul_integer_to_float_and_dynamic_quantize_mat_mul(k, bias, columns,
     assert_matches_onnxruntime("DynamicQuantizeMatMul", [floats(8, 2, 3, k), b, b_scale], tolerance=1e-6)
 
 
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("columns", [(), (5,)])
 @pytest.mark.parametrize(("trans_a", "trans_b"), [(0, 0), (0, 1), (1, 0), (1, 1)])
-def test_q_gemm(trans_a, trans_b, columns, quantised):
+def test_q_gemm(trans_a, trans_b, columns, quantized):
     a = integers(1, np.uint8, *((12, 3) if trans_a else (3, 12)))
     b = integers(2, np.int8, *((5, 12) if trans_b else (12, 5)))
     inputs = [a, scales(3), integers(4, np.uint8), b, scales(5, *columns), integers(6, np.int8, *columns)]
     inputs += [integers(7, np.int16, 5).astype(np.int32)]
-    inputs += [np.array(0.7, dtype=np.float32), integers(8, np.uint8)] if quantised else []
+    inputs += [np.array(0.7, dtype=np.float32), integers(8, np.uint8)] if quantized else []
     assert_matches_onnxruntime("QGemm", inputs, {"transA": trans_a, "transB": trans_b, "alpha": 0.5}, tolerance=1e-6)
 
 

@@ -10,7 +10,7 @@ OUTPUTS = ("y", "state")
 
 
 def unit_keys(x, heads):
-    """Returns x with each head's keys normalised to unit vectors, as the delta rules need."""
+    """Returns x with each head's keys normalized to unit vectors, as the delta rules need."""
     by_head = x.reshape(*x.shape[:-1], heads, -1)
     return (by_head / np.linalg.norm(by_head, axis=-1, keepdims=True)).reshape(x.shape).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""Normalisations of com.microsoft, and SimplifiedLayerNormalization in the default domain, against onnxruntime."""
+"""Normalizations of com.microsoft, and SimplifiedLayerNormalization in the default domain, against onnxruntime."""
 
 import numpy as np
 import pytest

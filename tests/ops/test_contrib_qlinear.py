@@ -1,4 +1,4 @@
-"""Operators of com.microsoft on quantised tensors against onnxruntime.
+"""Operators of com.microsoft on quantized tensors against onnxruntime.
 
 onnxruntime combines scales before it rounds, so a value between two integers may be rounded to either of them.
 """

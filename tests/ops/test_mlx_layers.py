@@ -38,8 +38,8 @@ def test_as_linear_equals_the_layer(shape):
 @pytest.mark.parametrize("kind", [mx.float32, mx.float16], ids=str)
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 64), (2, 32)])
 @pytest.mark.parametrize("shape", [(1, 1, 64), (2, 1, 64), (3, 1, 64), (1, 9, 64), (2, 5, 64), (0, 3, 64)], ids=str)
-def test_quantised_products_equal_the_layer(shape, bits, group, kind):
-    """Few rows are multiplied by the quantised weight, many, on the CPU, by the dequantised one."""
+def test_quantized_products_equal_the_layer(shape, bits, group, kind):
+    """Few rows are multiplied by the quantized weight, many, on the CPU, by the dequantized one."""
     x = random_array(*shape).astype(kind)
     full = nn.Linear(64, 40)
     full.set_dtype(kind)
@@ -82,7 +82,7 @@ def test_linear_with_residual_agrees_with_numpy(shape, bias, kind):
 @pytest.mark.parametrize("shape", [(1, 1, 64), (2, 1, 64), (3, 1, 64), (1, 9, 64), (2, 5, 64), (0, 3, 64)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", [mx.float32, mx.float16], ids=str)
-def test_quantised_linear_with_residual_is_their_sum(shape, bias, kind):
+def test_quantized_linear_with_residual_is_their_sum(shape, bias, kind):
     full = nn.Linear(64, 40, bias=bias)
     full.set_dtype(kind)
     layer, x, to = (

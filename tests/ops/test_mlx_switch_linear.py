@@ -1,4 +1,4 @@
-"""Stacked experts, in floats and quantised, against a loop over tokens and choices in numpy."""
+"""Stacked experts, in floats and quantized, against a loop over tokens and choices in numpy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run_mixture(x, indices, scores, up, down, pad: int = 0):
 
 
 def dequantized_weight(held: nn.Module) -> np.ndarray:
-    """Returns the weight in floats, dequantised by MLX if it is quantised."""
+    """Returns the weight in floats, dequantized by MLX if it is quantized."""
     if isinstance(held, QuantizedSwitchLinear):
         held = mx.dequantize(held.weight, held.scales, held.biases, held.group_size, held.bits)
     else:
@@ -115,7 +115,7 @@ def test_an_incomplete_last_group_is_padded_with_zeros():
     np.testing.assert_allclose(np.array(actual), reference_mixture(x, indices, scores, up, down), atol=1e-5)
 
 
-def test_nn_quantize_quantises_switch_layers():
+def test_nn_quantize_quantizes_switch_layers():
     model = nn.Module()
     model.experts = random_switch_linear(3, 64, 32, True, np.random.default_rng(0))
     nn.quantize(model, group_size=32, bits=8)

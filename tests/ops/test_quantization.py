@@ -1,4 +1,4 @@
-"""ONNX's own quantisation operators against onnxruntime; integers must be equal."""
+"""ONNX's own quantization operators against onnxruntime; integers must be equal."""
 
 from functools import partial
 

@@ -1,6 +1,6 @@
 """Masks that a cache index gives: causal, a sliding window, and ALiBi; and which of them a layer's masks are.
 
-Exporters write a mask in fifty nodes that differ between any two versions. So a mask is not recognised by its nodes: it
+Exporters write a mask in fifty nodes that differ between any two versions. So a mask is not recognized by its nodes: it
 is computed for a long context, and what it shows is compared with what an index can show: all columns up to a token's
 own, a window of them, and a slope on their distance (ALiBi). A window is computed once more for a prompt, and for a
 step whose tokens stand on both sides of the window's end.

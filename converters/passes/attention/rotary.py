@@ -1,4 +1,4 @@
-"""Rotary embedding: the rotation of halves, or of neighbours, that exporters write in several nodes becomes one."""
+"""Rotary embedding: the rotation of halves, or of neighbors, that exporters write in several nodes becomes one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROTATE_PAIRS_PATTERN = _rotation_pattern(
 
 
 def fuse_rotary_embedding(graph: GraphView) -> Iterator[MatchOutcome]:
-    """Replaces x · cos + [−x₂, x₁] · sin by mlx.rotary, where x₁ and x₂ are the halves of x or its neighbours.
+    """Replaces x · cos + [−x₂, x₁] · sin by mlx.rotary, where x₁ and x₂ are the halves of x or its neighbors.
 
     cos and sin must be the same for both. Su et al. 2021.
     """
@@ -79,7 +79,7 @@ def _last_axis_slice(graph: GraphView, probe: ShapeProbe, value: str, size: int)
 
 
 def _has_equal_halves(graph: GraphView, probe: ShapeProbe, table: str, halves: bool) -> bool:
-    """Returns whether the halves of a table, or its neighbours, are equal on the last axis in a step of the probe."""
+    """Returns whether the halves of a table, or its neighbors, are equal on the last axis in a step of the probe."""
     inputs = make_step_inputs(graph.program, probe.signature, *PROBE_SIZES[0])
     try:
         array = evaluate_outputs(graph.program, inputs, [table])[table]

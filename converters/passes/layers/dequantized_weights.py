@@ -1,4 +1,4 @@
-"""Weights that a file stores in integers and dequantizes itself (DequantizeLinear) become MLX's quantised layers.
+"""Weights that a file stores in integers and dequantizes itself (DequantizeLinear) become MLX's quantized layers.
 
 A layer stands for the same numbers and no activation changes.
 """
@@ -26,7 +26,7 @@ def absorb_dequantize_linear(graph: GraphView) -> Iterator[MatchOutcome]:
     """MatMul(x, DequantizeLinear(W)) and Gemm → mlx.linear, Gather(DequantizeLinear(W), ids) and
     DequantizeLinear(Gather(W, ids)) → mlx.embedding; DequantizeLinear of another constant → a weight in floats.
 
-    A graph that quantises activations by scales of each step is left as it is: its roundings follow every bit.
+    A graph that quantizes activations by scales of each step is left as it is: its roundings follow every bit.
     """
     if quantizes_dynamically(graph.program):
         return

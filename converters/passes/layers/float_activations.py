@@ -1,4 +1,4 @@
-"""Products of activations that a file rounds to 8 bits become quantised layers that take the activations in floats.
+"""Products of activations that a file rounds to 8 bits become quantized layers that take the activations in floats.
 
 This changes the numbers: it is a precision option of a conversion, applied only where it is asked for.
 """
@@ -67,7 +67,7 @@ def _match_integer_product(graph: GraphView, node: Node) -> _IntegerProduct | st
 
 
 def _match_matmul_integer(graph: GraphView, node: Node) -> _IntegerProduct | str:
-    """Mul(Cast(MatMulInteger(x, W)), Mul(scale of x, scale of W)), as onnxruntime's dynamic quantisation writes it."""
+    """Mul(Cast(MatMulInteger(x, W)), Mul(scale of x, scale of W)), as onnxruntime's dynamic quantization writes it."""
     inputs = bind_inputs(node)
     x = _unquantized_input(graph, inputs["a"])
     cast = graph.only_consumer(node.outputs[0])

@@ -1,6 +1,6 @@
 """Activations that exporters write in several nodes become one node, with the product of a gated MLP after them.
 
-Gelu alone has a dozen spellings. So an activation is not recognised by its nodes: elementwise nodes over one value are
+Gelu alone has a dozen spellings. So an activation is not recognized by its nodes: elementwise nodes over one value are
 computed on a grid, and the curve is compared with those of the known activations.
 """
 

@@ -1,4 +1,4 @@
-"""RMS normalisation that exporters write in several nodes becomes one."""
+"""RMS normalization that exporters write in several nodes becomes one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in blocks of 2, 4 or 8 bits, as com.microsoft packs them, become MLX's quantised layers.
+"""Weights in blocks of 2, 4 or 8 bits, as com.microsoft packs them, become MLX's quantized layers.
 
 MatMulNBits and GatherBlockQuantized: the weights of 4-bit exports. They are repacked, and never become floats where MLX
 has groups for their blocks.
@@ -189,7 +189,7 @@ def _replace_gather_block_quantized(graph: GraphView, node: Node) -> MatchOutcom
             node, f"its blocks are of {block_size}; MLX has groups of 32, 64 and 128, so it stays as it is"
         )
     if node.attrs.get("gather_axis", 0) != 0 or node.attrs.get("quantize_axis", 1) % 2 != 1:
-        return SkippedMatch(node, "it gathers or quantises along another axis")
+        return SkippedMatch(node, "it gathers or quantizes along another axis")
     if graph.program.tensors[scales].size != rows * block_count(columns, block_size):
         return SkippedMatch(node, "its scales are not as many as its blocks")
     path = layer_path(graph, values, *packed.scale_arrays)

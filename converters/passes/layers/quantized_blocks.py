@@ -1,4 +1,4 @@
-"""Weights of 2, 4 or 8 bits in blocks, and the quantised layers that hold the same numbers.
+"""Weights of 2, 4 or 8 bits in blocks, and the quantized layers that hold the same numbers.
 
 A file's value is (q - zero) · scale, MLX's q · scale + bias; with bias = -zero · scale they are the same numbers.
 """

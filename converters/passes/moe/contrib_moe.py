@@ -74,7 +74,7 @@ def _unsupported_reason(node: Node) -> str | None:
     if node.attrs.get("use_sparse_mixer"):
         return "its router is a sparse mixer; expected the k best of a softmax"
     quantization = node.attrs.get("quant_type", "int")
-    return f"its weights are quantised as {quantization!r}; expected 'int'" if quantization != "int" else None
+    return f"its weights are quantized as {quantization!r}; expected 'int'" if quantization != "int" else None
 
 
 def _replace_moe(node: Node, inputs: Mapping[str, str], stacks: dict[int, ExpertStack], dtype: str) -> Replacement:

@@ -1,6 +1,6 @@
 """Finds what routes a mixture: the indices and scores of its router, and the node that adds up the experts by them.
 
-What exporters write around the experts to weigh and to add them up has many spellings. So a router is not recognised by
+What exporters write around the experts to weigh and to add them up has many spellings. So a router is not recognized by
 its nodes: candidates are tried on experts that are random numbers.
 """
 

@@ -123,7 +123,7 @@ def gather_block_quantized(
     gather_axis: int = 0,
     quantize_axis: int = 1,
 ):
-    """Gather on gather_axis of data in blocks of block_size along quantize_axis, dequantised: in scales' type.
+    """Gather on gather_axis of data in blocks of block_size along quantize_axis, dequantized: in scales' type.
 
     data: int4 or uint4 (one value per element here) or packed uint8, the lowest bits first, along the last axis;
     scales: data's shape with one per block on quantize_axis; zero_points: packed as data, 0 for int4 and uint4,

@@ -1,4 +1,4 @@
-"""com.microsoft DynamicQuantizeLSTM: an LSTM whose products are of 8-bit integers, quantised as they come."""
+"""com.microsoft DynamicQuantizeLSTM: an LSTM whose products are of 8-bit integers, quantized as they come."""
 
 import mlx.core as mx
 
@@ -34,7 +34,7 @@ def dynamic_quantize_lstm(
 ):
     """ONNX's LSTM with w [directions, in, 4 · hidden] and r [directions, hidden, 4 · hidden] in 8 bits.
 
-    The inputs of all steps are quantised together, the state of each step by itself. Scales and zero points:
+    The inputs of all steps are quantized together, the state of each step by itself. Scales and zero points:
     [directions], or [directions, 4 · hidden]. The gates are i, o, f, c; the other arguments as in LSTM. com.microsoft
     DynamicQuantizeLSTM-1.
     """

@@ -71,7 +71,7 @@ def group_query_attention(
         or v_scale is not None
         or kv_cache_bit_width
     ):
-        raise OperatorError("a quantised cache", "a cache of floats", "export it without a quantised cache")
+        raise OperatorError("a quantized cache", "a cache of floats", "export it without a quantized cache")
     if sliding_window_cache:
         raise OperatorError(
             "sliding_window_cache", "a cache that holds every position", "export it with local_window_size alone"

@@ -1,4 +1,4 @@
-"""Products of 8-bit integers of com.microsoft, their scales fused in: dynamic quantisation, attention and Gemm."""
+"""Products of 8-bit integers of com.microsoft, their scales fused in: dynamic quantization, attention and Gemm."""
 
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ def dequantized_product(a: QuantizedMatrix, b: QuantizedMatrix, bias: mx.array |
 
 @op("com.microsoft.MatMulIntegerToFloat-1")
 def mat_mul_integer_to_float(a, b, a_scale, b_scale, a_zero_point=None, b_zero_point=None, bias=None):
-    """The product of the quantised a [..., m, k] and b [..., k, n], plus bias [n], in the scales' float type.
+    """The product of the quantized a [..., m, k] and b [..., k, n], plus bias [n], in the scales' float type.
 
     a_scale, a_zero_point: scalars; b_scale, b_zero_point: scalars or [n]. com.microsoft MatMulIntegerToFloat-1.
     """
@@ -49,7 +49,7 @@ def mat_mul_integer_to_float(a, b, a_scale, b_scale, a_zero_point=None, b_zero_p
 
 @op("com.microsoft.DynamicQuantizeMatMul-1")
 def dynamic_quantize_mat_mul(a, b, b_scale, b_zero_point=None, bias=None):
-    """a float32 [..., m, k], quantised to uint8 as a whole, times the 8-bit b [..., k, n], plus bias [n]: float32.
+    """a float32 [..., m, k], quantized to uint8 as a whole, times the 8-bit b [..., k, n], plus bias [n]: float32.
 
     b_scale, b_zero_point: scalars or [n]. com.microsoft DynamicQuantizeMatMul-1.
     """
@@ -73,9 +73,9 @@ def q_gemm(
     transA: int = 0,
     transB: int = 0,
 ):
-    """alpha · a · b + c of quantised matrices, c being int32 in units of alpha · a_scale · b_scale.
+    """alpha · a · b + c of quantized matrices, c being int32 in units of alpha · a_scale · b_scale.
 
-    float32 without y_scale, else quantised by it to y_zero_point's type. b_scale, b_zero_point: scalars or [n].
+    float32 without y_scale, else quantized by it to y_zero_point's type. b_scale, b_zero_point: scalars or [n].
     com.microsoft QGemm-1.
     """
     a, b = a.T if transA else a, b.T if transB else b
@@ -110,7 +110,7 @@ def q_attention(
     scale: float = 0.0,
     unidirectional: int = 0,
 ):
-    """Attention over the projections of quantised x [batch, seq, in] by a quantised weight [in, 3 · hidden].
+    """Attention over the projections of quantized x [batch, seq, in] by a quantized weight [in, 3 · hidden].
 
     weight_scale, weight_zero_point: scalars or [3 hidden]; the others as in Attention. com.microsoft QAttention-1.
     """

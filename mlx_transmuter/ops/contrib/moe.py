@@ -87,7 +87,7 @@ def moe(
 
 
 def _quantized_projection(packed, scales, zero_points, bias, bits: int, block_size: int | None) -> Projection:
-    """Returns the projection by quantised weights.
+    """Returns the projection by quantized weights.
 
     packed: uint8 [experts, out, in · bits / 8]; scales: [experts, out], or [experts, out, in / block_size].
 

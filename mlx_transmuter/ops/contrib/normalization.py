@@ -1,4 +1,4 @@
-"""Normalisations of com.microsoft, with the residual sums and embeddings that they are fused with."""
+"""Normalizations of com.microsoft, with the residual sums and embeddings that they are fused with."""
 
 import mlx.core as mx
 
@@ -24,7 +24,7 @@ def simplified_layer_normalization(
 
 @op("com.microsoft.SkipLayerNormalization-1")
 def skip_layer_normalization(x, skip, gamma, beta=None, bias=None, *, epsilon: float = 1e-12, outputs: int = 1):
-    """Layer normalisation, over the last axis, of the sum x + skip + bias; mean and inverse deviation; and that sum.
+    """Layer normalization, over the last axis, of the sum x + skip + bias; mean and inverse deviation; and that sum.
 
     x: [batch, seq, hidden] or [tokens, hidden]; skip: x's shape, or broadcast over the batch; gamma, beta, bias:
     [hidden]. com.microsoft SkipLayerNormalization-1.
@@ -39,7 +39,7 @@ def skip_layer_normalization(x, skip, gamma, beta=None, bias=None, *, epsilon: f
 
 @op("com.microsoft.SkipSimplifiedLayerNormalization-1")
 def skip_simplified_layer_normalization(x, skip, gamma, bias=None, *, epsilon: float = 1e-12, outputs: int = 1):
-    """Root mean square normalisation of the sum x + skip + bias; mean (0) and inverse root; and that sum.
+    """Root mean square normalization of the sum x + skip + bias; mean (0) and inverse root; and that sum.
 
     Shapes as in SkipLayerNormalization. com.microsoft SkipSimplifiedLayerNormalization-1.
     """
@@ -72,7 +72,7 @@ def embed_layer_normalization(
     mask_index_type: int = 0,
     outputs: int = 1,
 ):
-    """Layer normalisation of the sum of word, position and segment embeddings; the tokens a row of mask; and that sum.
+    """Layer normalization of the sum of word, position and segment embeddings; the tokens a row of mask; and that sum.
 
     input_ids, segment_ids, mask: int32 [batch, seq]; position_ids: [batch or 1, seq], the token's index where absent;
     embeddings: [rows, hidden]. Without a mask the counts are 0. com.microsoft EmbedLayerNormalization-1.

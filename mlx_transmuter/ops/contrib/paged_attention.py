@@ -63,7 +63,7 @@ def paged_attention(
         or v_scale is not None
     ):
         raise OperatorError(
-            f"a cache of layout {kv_cache_layout!r}, quantised {k_quant_type!r} and {v_quant_type!r}",
+            f"a cache of layout {kv_cache_layout!r}, quantized {k_quant_type!r} and {v_quant_type!r}",
             "keys and values apart, in floats",
         )
     tokens = query.shape[0]

@@ -1,4 +1,4 @@
-"""Operators of com.microsoft on quantised tensors: dequantised, computed in floats, and quantised again."""
+"""Operators of com.microsoft on quantized tensors: dequantized, computed in floats, and quantized again."""
 
 import mlx.core as mx
 
@@ -9,7 +9,7 @@ from mlx_transmuter.ops.registry import op
 
 
 def _requantize(x: mx.array, scale: mx.array, zero_point: mx.array | None, like: mx.array) -> mx.array:
-    """Returns float x quantised to the type of zero_point, or of `like` where it is absent."""
+    """Returns float x quantized to the type of zero_point, or of `like` where it is absent."""
     return quantize_to(x, scale, zero_point, quantized_type_name(like if zero_point is None else zero_point))
 
 

@@ -1,10 +1,10 @@
-"""Weights in blocks of 2, 4 or 8 bits, as com.microsoft packs them: unpacked, dequantised, or as MLX packs them."""
+"""Weights in blocks of 2, 4 or 8 bits, as com.microsoft packs them: unpacked, dequantized, or as MLX packs them."""
 
 import mlx.core as mx
 
 from mlx_transmuter.ops.registry import OperatorError
 
-# The group sizes of MLX's affine quantisation, the fastest first.
+# The group sizes of MLX's affine quantization, the fastest first.
 AFFINE_GROUP_SIZES = (128, 64, 32)
 
 
@@ -49,7 +49,7 @@ def zero_points_as_floats(zero_points: mx.array | None, scales: mx.array, bits: 
 def to_mlx_affine(
     packed: mx.array, scales: mx.array, zero_points: mx.array | None, bits: int, block_size: int
 ) -> tuple[mx.array, mx.array, mx.array, int] | None:
-    """Returns the weights as MLX's affine quantisation: w, scales, biases, group size; None if no group size divides
+    """Returns the weights as MLX's affine quantization: w, scales, biases, group size; None if no group size divides
     the block.
 
     packed: uint8 [rows, blocks, block_size · bits / 8]; scales: [rows, blocks]; zero_points: see zero_points_as_floats.

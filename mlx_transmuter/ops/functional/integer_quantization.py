@@ -1,4 +1,4 @@
-"""Linear quantisation to integers, and products of integers that are exact to the last bit."""
+"""Linear quantization to integers, and products of integers that are exact to the last bit."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from mlx_transmuter.ops.functional.indexing import axis_shape
 from mlx_transmuter.ops.registry import OperatorError
 from mlx_transmuter.ops.types import ELEMENT_TYPE_NAMES, device_dtype
 
-# The integer types to which tensors are quantised, and their ranges. MLX has those below 8 bits in bytes.
+# The integer types to which tensors are quantized, and their ranges. MLX has those below 8 bits in bytes.
 INTEGER_RANGES = {
     "int8": (-128, 127),
     "uint8": (0, 255),
@@ -54,7 +54,7 @@ def round_and_saturate(x: mx.array, zero_point: mx.array | float, type_name: str
 
 
 def quantized_type_name(zero_point: mx.array | None, output_dtype: int = 0) -> str:
-    """Returns the integer type to quantise to: that of the ONNX code output_dtype, else the zero point's, else uint8.
+    """Returns the integer type to quantize to: that of the ONNX code output_dtype, else the zero point's, else uint8.
 
     Raises OperatorError for a type that is no integer of 2 to 16 bits.
     """
@@ -63,7 +63,7 @@ def quantized_type_name(zero_point: mx.array | None, output_dtype: int = 0) -> s
         type_name = ELEMENT_TYPE_NAMES.get(output_dtype, "")
     if type_name not in INTEGER_RANGES:
         raise OperatorError(
-            f"a quantisation to {type_name or output_dtype}",
+            f"a quantization to {type_name or output_dtype}",
             f"one to {', '.join(INTEGER_RANGES)}: MLX has no 8-bit floats here",
         )
     return type_name

@@ -1,4 +1,4 @@
-"""Normalisation by the mean square, or by mean and variance, of the elements along some axes."""
+"""Normalization by the mean square, or by mean and variance, of the elements along some axes."""
 
 import math
 

@@ -34,14 +34,14 @@ def make_layer(kind: str, **options) -> nn.Module:
         if kind == "QuantizedSwitchLinear":
             return QuantizedSwitchLinear(1, group_size, 1, bias=bias, group_size=group_size, bits=bits)
         return nn.QuantizedEmbedding(1, group_size, group_size=group_size, bits=bits)
-    raise OperatorError(f"a layer of kind {kind!r}", "Linear, Embedding, SwitchLinear, or one of them quantised")
+    raise OperatorError(f"a layer of kind {kind!r}", "Linear, Embedding, SwitchLinear, or one of them quantized")
 
 
 @op("mlx.linear", rowwise=True)
 def linear(x, layer: NNLayer, residual=None, *, pad: int = 0):
     """x [..., in] through the layer: [..., out]. MatMul with a constant matrix, and the Add of a bias after it.
 
-    residual: [..., out], added to the product. pad: columns of zeros after x's own, for a quantised layer whose last
+    residual: [..., out], added to the product. pad: columns of zeros after x's own, for a quantized layer whose last
     group is not full.
     """
     x = pad_columns(x, pad)
@@ -104,13 +104,13 @@ def _transposed_weight(matrix: mx.array, x: mx.array) -> mx.array:
 
 
 def _prefers_dequantized(x: mx.array) -> bool:
-    """Returns whether a product of floats with the dequantised weight is faster: it is 4 to 20 × on the CPU from 3
+    """Returns whether a product of floats with the dequantized weight is faster: it is 4 to 20 × on the CPU from 3
     rows on.
     """
     return mx.default_device() == mx.cpu and x.size > 2 * x.shape[-1]
 
 
 def _dequantized_weight(layer: Any) -> mx.array:
-    """Returns the weight of a quantised layer as floats [in, out]."""
+    """Returns the weight of a quantized layer as floats [in, out]."""
     weight = mx.dequantize(layer.weight, layer.scales, layer.get("biases"), layer.group_size, layer.bits, layer.mode)
     return weight.T

@@ -27,7 +27,7 @@ class SwitchLinear(nn.Module):
         return expert_matmul(x, self.weight, experts, self.get("bias"))
 
     def to_quantized(self, group_size: int = 64, bits: int = 4, mode: str = "affine", **_: Any) -> nn.Module:
-        """Returns the quantised layer with which `nn.quantize` replaces this one."""
+        """Returns the quantized layer with which `nn.quantize` replaces this one."""
         experts, outputs, inputs = self.weight.shape
         layer = QuantizedSwitchLinear(
             experts, inputs, outputs, bias="bias" in self, group_size=group_size, bits=bits, mode=mode
@@ -40,7 +40,7 @@ class SwitchLinear(nn.Module):
 
 
 class QuantizedSwitchLinear(nn.Module):
-    """A quantised SwitchLinear: weight uint32 [experts, out, in · bits / 32], scales and biases [experts, out, in /
+    """A quantized SwitchLinear: weight uint32 [experts, out, in · bits / 32], scales and biases [experts, out, in /
     group_size], and bias [experts, out] where it has one.
     """
 
@@ -71,7 +71,7 @@ class QuantizedSwitchLinear(nn.Module):
 
 
 class QuantizedWeight(NamedTuple):
-    """The quantised weights of all experts, as mx.gather_qmm takes them."""
+    """The quantized weights of all experts, as mx.gather_qmm takes them."""
 
     weight: mx.array
     scales: mx.array
@@ -100,9 +100,9 @@ def expert_matmul(x: mx.array, weight: mx.array, experts: mx.array, bias: mx.arr
 def quantized_expert_matmul(
     x: mx.array, quantized_weight: QuantizedWeight, experts: mx.array, bias: mx.array | None = None
 ) -> mx.array:
-    """Returns what `expert_matmul` does, of quantised weights."""
+    """Returns what `expert_matmul` does, of quantized weights."""
     weight, scales, biases, group_size, bits, mode = quantized_weight
-    # On the CPU, from two rows per expert on, a product with dequantised weights is faster.
+    # On the CPU, from two rows per expert on, a product with dequantized weights is faster.
     if mx.default_device() == mx.cpu and experts.size > 2 * weight.shape[0]:
         return expert_matmul(x, mx.dequantize(weight, scales, biases, group_size, bits, mode), experts, bias)
     y = mx.gather_qmm(
@@ -128,7 +128,7 @@ def _add_expert_bias(y: mx.array, experts: mx.array, bias: mx.array | None) -> m
 def switch_linear(x, layer: NNLayer, experts, *, pad: int = 0):
     """The rows that `mlx.dispatch` gives, or [choices, in], sorted by expert, each through the layer of its expert.
 
-    pad: columns of zeros after x's own, for a quantised layer whose last group is not full.
+    pad: columns of zeros after x's own, for a quantized layer whose last group is not full.
     """
     x = pad_columns(x, pad)
     if x.ndim == 2:

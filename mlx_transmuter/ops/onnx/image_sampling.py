@@ -41,7 +41,7 @@ def grid_sample(x, grid, *, align_corners=0, mode="linear", padding_mode="zeros"
         )
     if mode == "nearest":
         points = [mx.round(p) for p in points]
-    if mode != "cubic":  # which looks beyond the point's neighbours: there each element is brought inside by itself
+    if mode != "cubic":  # which looks beyond the point's neighbors: there each element is brought inside by itself
         points = [_reflect_or_clip(p, n, padding_mode, align_corners) for p, n in zip(points, space, strict=True)]
     return interpolate(x, points, mode, padding_mode, align_corners)
 

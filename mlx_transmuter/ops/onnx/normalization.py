@@ -1,4 +1,4 @@
-"""Normalisation: softmax, and scaling by the statistics of an array or of a batch."""
+"""Normalization: softmax, and scaling by the statistics of an array or of a batch."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""ONNX's own quantisation: linear quantisation, and products and convolutions of quantised arrays."""
+"""ONNX's own quantization: linear quantization, and products and convolutions of quantized arrays."""
 
 from functools import partial
 
@@ -81,7 +81,7 @@ def mat_mul_integer(a, b, a_zero_point=None, b_zero_point=None):
 
 @op("QLinearMatMul-10", "QLinearMatMul-21")
 def q_linear_mat_mul(a, a_scale, a_zero_point, b, b_scale, b_zero_point, y_scale, y_zero_point):
-    """The product of two quantised matrices, quantised by y_scale and y_zero_point; y_zero_point's type.
+    """The product of two quantized matrices, quantized by y_scale and y_zero_point; y_zero_point's type.
 
     Scales and zero points as in MatMulInteger. ONNX QLinearMatMul-10, 21.
     """
@@ -140,7 +140,7 @@ def q_linear_conv(
     pads: list[int] | None = None,
     strides: list[int] | None = None,
 ):
-    """Conv of quantised x and w plus bias, int32 [out] in units of x_scale · w_scale; quantised to y_zero_point's type.
+    """Conv of quantized x and w plus bias, int32 [out] in units of x_scale · w_scale; quantized to y_zero_point's type.
 
     w_scale, w_zero_point: scalars or [out]; the other scales and zero points: scalars. ONNX QLinearConv-10.
     """

@@ -22,7 +22,7 @@ def _reduce(x: mx.array, axes: Any, keepdims: int, noop: int, function: Callable
     if not chosen and not noop:
         chosen = tuple(range(x.ndim))
     if x.size == 0:
-        # MLX's reductions of no elements read uninitialised memory and may not end.
+        # MLX's reductions of no elements read uninitialized memory and may not end.
         shape = [1 if i in chosen else n for i, n in enumerate(x.shape) if keepdims or i not in chosen]
         return mx.full(shape, _clamp_to_dtype(empty, x.dtype), x.dtype)
     # Over one element, a root or logarithm of a sum still applies; mean, max and the like are the element itself.

@@ -128,11 +128,11 @@ def mel_weight_matrix(
     edges = ((length + 1) * 700 * (10 ** (mels / 2595) - 1) // sample_rate.item()).astype(np.int64)
     weights = np.zeros((length // 2 + 1, bins))
     for i in range(bins):
-        start, centre, end = edges[i : i + 3]
-        if centre > start:
-            weights[start : centre + 1, i] = (np.arange(start, centre + 1) - start) / (centre - start)
+        start, center, end = edges[i : i + 3]
+        if center > start:
+            weights[start : center + 1, i] = (np.arange(start, center + 1) - start) / (center - start)
         else:
-            weights[centre, i] = 1
-        if end > centre:
-            weights[centre:end, i] = (end - np.arange(centre, end)) / (end - centre)
+            weights[center, i] = 1
+        if end > center:
+            weights[center:end, i] = (end - np.arange(center, end)) / (end - center)
     return _as_onnx_type(weights, output_datatype)
