@@ -93,14 +93,18 @@ def load(
     if PROGRAM_FILE in resolved_source.file_names:
         if file or dtype:
             raise SourceError(source, "already converted", "neither file nor dtype", "convert the one you want")
-        return load_folder(fetch_files(resolved_source, [name for name in resolved_source.file_names if is_converted_file(name)]))
+        return load_folder(
+            fetch_files(resolved_source, [name for name in resolved_source.file_names if is_converted_file(name)])
+        )
     dtype, options = _precision_of_dtype(dtype)
     name = choose_decoder_file(resolved_source, file, dtype)
     folder = _cached_conversion(resolved_source, name, options)
     if not (folder / PROGRAM_FILE).is_file():
         fetched = fetch_model_files(resolved_source, name)
         with user_cache.partial_folder(folder) as temporary:
-            whole = _import_converter()(fetched, name, temporary / "model", base_model=resolved_source.repo, precision=options)
+            whole = _import_converter()(
+                fetched, name, temporary / "model", base_model=resolved_source.repo, precision=options
+            )
             try:
                 os.rename(whole, folder)
             except OSError:  # another process may have been first: its folder holds the same

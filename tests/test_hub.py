@@ -130,7 +130,11 @@ def test_the_choice_is_said_in_one_line(capsys):
     [
         ([], {}, "no ONNX file among nothing"),
         (["a.py", "b.bin"], {}, "no ONNX file among a.py, b.bin"),
-        (["cpu/model.onnx", "cuda/model.onnx"], {}, "several files that may be the decoder: cpu/model.onnx, cuda/model.onnx"),
+        (
+            ["cpu/model.onnx", "cuda/model.onnx"],
+            {},
+            "several files that may be the decoder: cpu/model.onnx, cuda/model.onnx",
+        ),
         (["one.onnx", "two.onnx"], {}, "one.onnx, two.onnx.*--file"),
         (["encoder_model.onnx"], {}, "no file that may be the decoder among encoder_model.onnx"),
         (["onnx/model.onnx"], {"file": "model.onnx"}, "no file 'model.onnx'; expected one of onnx/model.onnx"),

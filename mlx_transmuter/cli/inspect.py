@@ -97,9 +97,13 @@ def _conversion_lines(metadata: Metadata) -> list[str]:
     if proof := metadata.proof:
         lines.append(f"proof        logits within {proof.error:.1e} of their range (tolerance {proof.limit:.0e})")
     if floats := metadata.float_activations:
-        lines.append(f"activations  in float where the file rounds them: logits move by {floats.error:.1e} of their range")
+        lines.append(
+            f"activations  in float where the file rounds them: logits move by {floats.error:.1e} of their range"
+        )
     if cast := metadata.cast:
-        lines.append(f"converted    to {cast.dtype}: logits within {cast.error:.1e} of their range (tolerance {cast.limit:.0e})")
+        lines.append(
+            f"converted    to {cast.dtype}: logits within {cast.error:.1e} of their range (tolerance {cast.limit:.0e})"
+        )
     if quantization := metadata.quantization:
         layers = ", ".join(f"{count} in {bits} bits" for bits, count in quantization.layers.items())
         error = f"logits move by {quantization.error:.1e} of their range"

@@ -252,7 +252,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path):
     [
         ("4bits", "quantize '4bits'; expected 2bit 3bit .* use \"4bit\""),
         ("7bit", "quantize '7bit'"),
-        ("mixed_3_5", "use \"mixed_3_"),
+        ("mixed_3_5", 'use "mixed_3_'),
         ({"recipe": "mixed3_6"}, "recipe 'mixed3_6'.*use \"mixed_3_6\""),
         ({"bits": 7}, "bits 7; expected one of 2, 3, 4, 5, 6, 8"),
         ({"bits": "4"}, "bits '4'"),
