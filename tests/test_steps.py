@@ -92,7 +92,7 @@ def test_steps_over_different_numbers_of_columns_share_kernels(tmp_path, monkeyp
         signature, leaves = CacheIndex.rows(640, [0, 0]).limit_context(context).with_positions([[3], [5]]).walk()
 
         def step(leaves, pool, values):
-            index = CacheIndex.from_walk(signature, leaves).with_spare_row(1280)
+            index = CacheIndex.from_walk(signature, leaves).with_spare_pool_row(1280)
             return index.positions() + 1, index.extend(values, pool, zero_unseen=False)
 
         mx.eval(mx.compile(step)(leaves, mx.zeros((1281, 3)), mx.ones((2, 1, 3))))

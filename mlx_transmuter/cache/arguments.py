@@ -1,4 +1,4 @@
-"""Checks of arguments, each of which raises CacheError: integers, lengths, block sizes and arrays."""
+"""Checks of arguments, each of which raises CacheError: integers, lengths, sizes of entries and arrays."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def check_pairs(where: str, values: Any) -> list[tuple[Any, Any]]:
     try:
         return [(first, second) for first, second in values]
     except (TypeError, ValueError):
-        raise CacheError(where, repr(values), "pairs (m, blocks)") from None
+        raise CacheError(where, repr(values), "pairs (m, slots)") from None
 
 
 def check_every_sizes(where: str, sizes: Any) -> list[int]:
-    """Returns sizes, the numbers of positions of a block, as ints. Raises CacheError unless each is at least 2 and
+    """Returns sizes, the numbers of positions of an entry, as ints. Raises CacheError unless each is at least 2 and
     occurs once."""
     try:
         sizes = [check_integer(where, size, 2) for size in sizes]
     except TypeError:
-        raise CacheError(where, repr(sizes), "a list of block sizes") from None
+        raise CacheError(where, repr(sizes), "a list of the positions of an entry") from None
     if len(set(sizes)) != len(sizes):
         raise CacheError(where, f"sizes {sizes}", "each size once")
     return sizes

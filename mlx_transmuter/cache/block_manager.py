@@ -1,4 +1,4 @@
-"""BlockManager: which sequence owns which slots of the pools, on the host: blocks, reference counts, block tables."""
+"""BlockManager: which sequence owns which slots of the pools, on the host: blocks, reference counts, slot tables."""
 
 from __future__ import annotations
 
@@ -249,7 +249,8 @@ class BlockManager:
     # Slots
 
     def table(self, sequences: Sequence[int | None], context: int, *, ring: bool = False) -> np.ndarray:
-        """int32 [rows, context] for CacheIndex.make: the slots of each sequence's tokens, then -1; None: all -1.
+        """The slot table int32 [rows, context] of CacheIndex.make: the slots of each sequence's tokens, then -1; None:
+        all -1. It maps positions to slots, where a block table in vLLM's terms maps them to blocks.
 
         ring: for CacheIndex.as_ring, of the last `context` tokens, position p at column p mod context.
         """

@@ -39,20 +39,20 @@ def index_for_heads(index: CacheIndex, num_heads: int, head_span: int) -> CacheI
     if table_row is not None and index.table is not None:
         inside = in_range(table_row, index.table.shape[0])
         table_row = mx.where(inside, table_row * num_heads + heads_of(table_row), -1)
-    has_runs = index.run_stride == head_span and not index.every_tables
+    is_contiguous = index.contiguous_stride == head_span and not index.entry_tables
     return replace(
         expanded,
         table_row=table_row,
-        run_stride=head_span if has_runs else None,
-        run_in_signature=index.run_in_signature and has_runs,
+        contiguous_stride=head_span if is_contiguous else None,
+        stride_in_signature=index.stride_in_signature and is_contiguous,
     )
 
 
 def index_for_key_value_pool(index: CacheIndex, value_offset: int) -> CacheIndex:
     """See CacheIndex.for_key_value_pool."""
     value_offset = check_integer("CacheIndex.for_key_value_pool: value_offset", value_offset, 0, INT32_MAX // 2)
-    if index.every_tables:
-        raise CacheError("CacheIndex.for_key_value_pool", repr(index), "an index without tables of blocks")
+    if index.entry_tables:
+        raise CacheError("CacheIndex.for_key_value_pool", repr(index), "an index without tables of entries")
 
     def twice(array: mx.array) -> mx.array:
         return mx.concatenate([array, array])
@@ -61,16 +61,16 @@ def index_for_key_value_pool(index: CacheIndex, value_offset: int) -> CacheIndex
         return _with_offset_copy(slots, value_offset)
 
     expanded = index.map_arrays(twice, key_and_value_slots)
-    table_row, has_runs = expanded.table_row, False
+    table_row, is_contiguous = expanded.table_row, False
     if index.table is not None:
         table_rows = index.table.shape[0]
         table_row = None if index.table_row is None else _with_offset_copy(index.table_row, table_rows)
-        has_runs = index.run_stride is not None and value_offset == table_rows * index.run_stride
+        is_contiguous = index.contiguous_stride is not None and value_offset == table_rows * index.contiguous_stride
     return replace(
         expanded,
         table_row=table_row,
-        run_stride=index.run_stride if has_runs else None,
-        run_in_signature=index.run_in_signature and has_runs,
+        contiguous_stride=index.contiguous_stride if is_contiguous else None,
+        stride_in_signature=index.stride_in_signature and is_contiguous,
     )
 
 

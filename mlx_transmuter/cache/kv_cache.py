@@ -10,8 +10,8 @@ import numpy as np
 
 from mlx_transmuter.cache.block_manager import BlockManager
 from mlx_transmuter.cache.errors import CacheError
-from mlx_transmuter.cache.layout import ceil_div, pool_rows, pool_size, spare_row
-from mlx_transmuter.cache.pools import Pools, write_rows
+from mlx_transmuter.cache.layout import ceil_div, pool_rows, pool_size, spare_pool_row
+from mlx_transmuter.cache.pools import Pools, write_pool_rows
 from mlx_transmuter.cache.quantized_pool import QuantizedFormat, QuantizedPool
 
 
@@ -46,17 +46,17 @@ class PoolSpec(NamedTuple):
         """Vectors [..., dim] as rows of the pool, [..., width]."""
         return self.quantized_format.quantize(vectors) if self.quantized_format else vectors.astype(self.dtype)
 
-    def decode(self, rows: mx.array) -> mx.array:
+    def decode(self, pool_rows: mx.array) -> mx.array:
         """Rows of the pool [..., width] as vectors, [..., dim]."""
-        return self.quantized_format.dequantize(rows) if self.quantized_format else rows
+        return self.quantized_format.dequantize(pool_rows) if self.quantized_format else pool_rows
 
 
 class KVCache:
     """Pools, one for each PoolSpec, and the BlockManager that says which sequence owns which of their slots.
 
     Pool i is [heads · slots + 1, width]. The vectors of a head lie together, so that a sequence is read at once: those
-    of all slots, or of run_stride slots after another head's (see CacheIndex.for_heads, whose head_span is the same).
-    The last row is spare: padding is stored there, and nothing reads it.
+    of all slots, or of contiguous_stride slots after another head's (see CacheIndex.for_heads, whose head_span is the
+    same). The last row is spare: padding is written there, and nothing reads it.
 
     The cache of one session has the slots that its rows need. A prompt cache, which outlives its sessions, begins with
     none, grows as needed up to max_slots (None: without a limit), and then evicts the least recently used blocks.
@@ -68,10 +68,10 @@ class KVCache:
         num_slots: int,
         block_size: int = 1,
         max_slots: int | None = None,
-        run_stride: int | None = None,
+        contiguous_stride: int | None = None,
     ):
         self.pool_specs = tuple(pool_specs)
-        self.block_size, self.max_slots, self.run_stride = block_size, max_slots, run_stride
+        self.block_size, self.max_slots, self.contiguous_stride = block_size, max_slots, contiguous_stride
         self.copied_slots = 0
         self.in_use = False
         self.block_manager = BlockManager(num_slots, block_size)
@@ -80,7 +80,7 @@ class KVCache:
     @property
     def head_span(self) -> int:
         """The number of slots of a head that lie together in the pools."""
-        return self.run_stride or max(1, self.block_manager.num_slots)
+        return self.contiguous_stride or max(1, self.block_manager.num_slots)
 
     @property
     def slot_nbytes(self) -> int:
@@ -155,17 +155,17 @@ class KVCache:
         """Returns what the slots hold in each pool, [slots, heads, width]. Evaluate it before the next step."""
         values = []
         for spec, pool in zip(self.pool_specs, self.pools.arrays, strict=True):
-            rows = mx.take(pool, mx.array(self.pool_rows(slots, spec.heads)), axis=0)
-            values.append(rows.reshape(spec.heads, len(slots), spec.width).swapaxes(0, 1))
+            pool_rows = mx.take(pool, mx.array(self.pool_rows(slots, spec.heads)), axis=0)
+            values.append(pool_rows.reshape(spec.heads, len(slots), spec.width).swapaxes(0, 1))
         return values
 
     def write_slots(self, slots: Sequence[int] | np.ndarray, values: Sequence[mx.array]) -> None:
         """Writes values, [slots, heads, width] for each pool, at these slots."""
         arrays = self.pools.take()
         for i, (spec, value) in enumerate(zip(self.pool_specs, values, strict=True)):
-            rows = mx.array(self.pool_rows(slots, spec.heads))
+            pool_rows = mx.array(self.pool_rows(slots, spec.heads))
             flat_value = value.swapaxes(0, 1).reshape(-1, spec.width)
-            arrays[i] = write_rows(arrays[i], rows, flat_value, spare_row(arrays[i].shape[0]))
+            arrays[i] = write_pool_rows(arrays[i], pool_rows, flat_value, spare_pool_row(arrays[i].shape[0]))
             mx.eval(arrays[i])
         self.pools = Pools(arrays)
 
@@ -183,7 +183,7 @@ class KVCache:
 
     def grow(self, num_slots: int) -> None:
         """Sets the number of slots, not below the present one. Copies each pool once, one at a time."""
-        assert self.run_stride is None, "the pools of runs are made at their size"
+        assert self.contiguous_stride is None, "the pools of contiguous rows are made at their size"
         before = self.block_manager.num_slots
         self.block_manager.grow(num_slots)
         arrays = self.pools.take()
@@ -281,4 +281,4 @@ class KVCache:
             raise CacheError("a copy of slots", f"pools of {sorted(head_counts)} heads", expected, "Use blocks of 1.")
         for heads in head_counts:  # none where a decoder has states only
             sources, targets = (self.pool_rows(slots, heads) for slots in zip(*copies, strict=True))
-            self.pools.copy_rows(sources, targets)
+            self.pools.copy_pool_rows(sources, targets)

@@ -1,4 +1,4 @@
-"""The layout of a cache: the row of a slot in a pool, the slots of a run or a block, the columns of a ring.
+"""The layout of a cache: the row of a slot in a pool, contiguous slots and those of blocks, the columns of a ring.
 
 Each function takes and returns Python ints, numpy arrays or MLX arrays alike unless it names a type.
 """
@@ -37,37 +37,42 @@ def pool_rows(slots: Any, heads: Any, num_heads: int, head_span: int) -> Any:
 
 
 def pool_size(num_slots: int, num_heads: int) -> int:
-    """The rows of a pool: one for each slot and head, and the spare row, where padding is stored."""
+    """The rows of a pool: one for each slot and head, and the spare row, where padding is written."""
     return num_heads * num_slots + 1
 
 
-def spare_row(size: int) -> int:
+def spare_pool_row(size: int) -> int:
     """The spare row of a pool of that many rows: the last one, which nothing reads."""
     return size - 1
 
 
-# Slots of runs and of blocks
+# Contiguous slots, and those of blocks
 
 
-def slots_of_run(run: Any, position: Any, run_stride: int) -> Any:
-    """The slot of a position of a sequence that owns one run of slots: run r begins at slot r · run_stride."""
-    return run * run_stride + position
+def contiguous_slots(row: Any, position: Any, contiguous_stride: int) -> Any:
+    """The slot of a position of a sequence with contiguous slots: row r of the table has those from r ·
+    contiguous_stride."""
+    return row * contiguous_stride + position
 
 
-def contiguous_table(rows: int, run_stride: int) -> np.ndarray:
-    """The table int32 [rows, run_stride] of sequences that own one run of slots each, one run after another."""
-    return slots_of_run(np.arange(rows, dtype=np.int32)[:, None], np.arange(run_stride, dtype=np.int32), run_stride)
+def contiguous_table(rows: int, contiguous_stride: int) -> np.ndarray:
+    """The table int32 [rows, contiguous_stride] of sequences with contiguous slots, one sequence after another."""
+    return contiguous_slots(
+        np.arange(rows, dtype=np.int32)[:, None], np.arange(contiguous_stride, dtype=np.int32), contiguous_stride
+    )
 
 
-def run_table(lengths: np.ndarray, width: int, run_stride: int, *, ring: bool = False) -> np.ndarray:
-    """The table int32 [rows, width] of sequences of lengths int32 [rows] tokens that own one run of slots each: the
-    slots of the first `width` positions, or of a ring of the last; -1 where a sequence has no token."""
+def contiguous_table_of_lengths(
+    lengths: np.ndarray, width: int, contiguous_stride: int, *, ring: bool = False
+) -> np.ndarray:
+    """The table int32 [rows, width] of sequences of lengths int32 [rows] tokens with contiguous slots: the slots of the
+    first `width` positions, or of a ring of the last; -1 where a sequence has no token."""
     positions, lengths = np.arange(width, dtype=np.int32), np.asarray(lengths, np.int32)[:, None]
     if ring:
         positions = ring_position(positions, lengths - 1, width)
-    has_slot = in_range(positions, lengths) & in_range(positions, run_stride)
-    run = np.arange(len(lengths), dtype=np.int32)[:, None]
-    return np.where(has_slot, slots_of_run(run, positions, run_stride), -1).astype(np.int32)
+    has_slot = in_range(positions, lengths) & in_range(positions, contiguous_stride)
+    row = np.arange(len(lengths), dtype=np.int32)[:, None]
+    return np.where(has_slot, contiguous_slots(row, positions, contiguous_stride), -1).astype(np.int32)
 
 
 def slots_of_blocks(blocks: Any, block_size: int) -> np.ndarray:

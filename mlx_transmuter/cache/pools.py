@@ -23,7 +23,7 @@ _TAKE_AND_PUT_HINT = (
 
 
 class Pools:
-    """The arrays of a cache, whose axis 0 counts rows, given away for good to each step that writes them.
+    """The arrays of a cache, whose axis 0 counts pool rows, given away for good to each step that writes them.
 
     MLX writes into an array's memory only when nothing else refers to the array at evaluation and no read of it is
     unfinished; otherwise it copies the whole pool. So `take` gives the arrays away, `put` takes the arrays that the
@@ -103,18 +103,20 @@ class Pools:
         """Releases the pools' memory, also after a step that failed; from then on the owner is empty."""
         self._arrays, self._taken_refs = None, []
 
-    def copy_rows(self, source_rows: Sequence[int] | np.ndarray, target_rows: Sequence[int] | np.ndarray) -> None:
+    def copy_pool_rows(
+        self, source_pool_rows: Sequence[int] | np.ndarray, target_pool_rows: Sequence[int] | np.ndarray
+    ) -> None:
         """Copies rows of every pool, by their numbers on axis 0. Reads end before the writes, which stay in place."""
-        arrays = self._owned_arrays("copy_rows")
-        if not len(source_rows) and not len(target_rows):
+        arrays = self._owned_arrays("copy_pool_rows")
+        if not len(source_pool_rows) and not len(target_pool_rows):
             return
-        source = as_int32("Pools.copy_rows: source_rows", source_rows, ["n"])
-        target = as_int32("Pools.copy_rows: target_rows", target_rows, source.shape)
+        source = as_int32("Pools.copy_pool_rows: source_pool_rows", source_pool_rows, ["n"])
+        target = as_int32("Pools.copy_pool_rows: target_pool_rows", target_pool_rows, source.shape)
         mx.eval(source, target, *arrays)
         for i in range(len(arrays)):
             rows = mx.take(arrays[i], source, axis=0)
             mx.eval(rows)
-            arrays[i] = write_rows(arrays[i], target, rows)
+            arrays[i] = write_pool_rows(arrays[i], target, rows)
             mx.eval(arrays[i])
 
     def _owned_arrays(self, method: str) -> list[mx.array]:
@@ -131,49 +133,52 @@ class Pools:
         return [i for i, array in enumerate(old) if array is not None and not any(array is other for other in new)]
 
 
-def write_rows(pool: mx.array, rows: mx.array, values: mx.array, spare_row: int | None = None) -> mx.array:
-    """Returns pool [rows, ...] with values [n, ...] at rows int32 [n]; a number outside the pool stores nothing, or at
-    the spare row.
+def write_pool_rows(
+    pool: mx.array, pool_rows: mx.array, values: mx.array, spare_pool_row: int | None = None
+) -> mx.array:
+    """Returns pool [size, ...] with values [n, ...] at pool_rows int32 [n]; a number outside the pool writes nothing,
+    or at the spare row.
 
     Every other row keeps its bits. The write costs the n rows and takes the pool's memory when nothing else refers to
     the pool at evaluation. Two values for one row leave each element of one of the two (of 8-byte elements, each half).
 
-    MLX drops no store, and an index out of range is undefined, so a dropped value needs a row that it does not change.
+    MLX drops no write, and an index out of range is undefined, so a dropped value needs a row that it does not change.
     Writing a row's old value back would copy the pool: that read of the old pool is unfinished when the write wants its
-    memory. So without a spare row the values are written as unsigned words, by minimum and then by maximum: a stored
+    memory. So without a spare row the values are written as unsigned words, by minimum and then by maximum: a written
     row goes to 0 and then up to its bits; a dropped one meets the neutral element both times and may go to any row.
     """
     if pool.size == 0 or values.size == 0:
         return pool
-    inside = in_range(rows, pool.shape[0])
-    if spare_row is not None:
+    inside = in_range(pool_rows, pool.shape[0])
+    if spare_pool_row is not None:
         flat_shape = (values.shape[0], math.prod(pool.shape[1:]))
-        target = mx.broadcast_to(mx.where(inside, rows, spare_row)[:, None], flat_shape)
+        target = mx.broadcast_to(mx.where(inside, pool_rows, spare_pool_row)[:, None], flat_shape)
         flat_pool = pool.reshape(pool.shape[0], flat_shape[1])
         return mx.put_along_axis(flat_pool, target, values.reshape(flat_shape), axis=0).reshape(pool.shape)
     flat_pool = pool.reshape(pool.shape[0], -1)
     word = _word_dtype(flat_pool.shape[1] * flat_pool.dtype.size)
     zero, top = mx.array(0, word), mx.array(2 ** (8 * word.size) - 1, word)
-    target, inside = mx.where(inside, rows, 0), inside[:, None]
+    target, inside = mx.where(inside, pool_rows, 0), inside[:, None]
     words = flat_pool.view(word).at[target].minimum(mx.where(inside, zero, top))
     words = words.at[target].maximum(mx.where(inside, values.reshape(values.shape[0], -1).view(word), zero))
     return words.view(pool.dtype).reshape(pool.shape)
 
 
-def read_rows(pool: mx.array, rows: mx.array, mask: mx.array) -> mx.array:
-    """Returns pool [rows, ...] at rows int32 [...], zero where mask (bool, as rows) is false or the row is outside the
-    pool."""
+def read_pool_rows(pool: mx.array, pool_rows: mx.array, mask: mx.array) -> mx.array:
+    """Returns pool [size, ...] at pool_rows int32 [...], zero where mask (bool, as pool_rows) is false or the row is
+    outside the pool."""
     if pool.size == 0:
-        return mx.zeros(rows.shape + pool.shape[1:], pool.dtype)
-    mask = mask & in_range(rows, pool.shape[0])
-    return zero_masked(mx.take(pool, mx.where(mask, rows, 0), axis=0), mask)
+        return mx.zeros(pool_rows.shape + pool.shape[1:], pool.dtype)
+    mask = mask & in_range(pool_rows, pool.shape[0])
+    return zero_masked(mx.take(pool, mx.where(mask, pool_rows, 0), axis=0), mask)
 
 
-def view_runs(pool: mx.array, runs: int, run_stride: int, context: int) -> mx.array:
-    """Returns the first `context` rows of each run of run_stride rows, [runs, context, ...]: a view of the pool."""
+def view_contiguous(pool: mx.array, rows: int, contiguous_stride: int, context: int) -> mx.array:
+    """Returns pool rows r · contiguous_stride to r · contiguous_stride + context - 1 of each of `rows` sequences,
+    [rows, context, ...]: a view of the pool."""
     inner = pool.shape[1:]
     sizes = [math.prod(inner[axis:]) for axis in range(len(inner) + 1)]
-    return mx.as_strided(pool, (runs, context, *inner), (run_stride * sizes[0], *sizes))
+    return mx.as_strided(pool, (rows, context, *inner), (contiguous_stride * sizes[0], *sizes))
 
 
 def zero_masked(values: mx.array, mask: mx.array) -> mx.array:

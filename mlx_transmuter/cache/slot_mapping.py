@@ -1,4 +1,4 @@
-"""Slots of a call: the slot where each token stores, and the slot that each column is read from."""
+"""Slots of a call: the slot where each token is written, and the slot that each column is read from."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from mlx_transmuter.cache.layout import clip_columns, is_column, ring_column, slots_of_run
-from mlx_transmuter.cache.visibility import block_end_tokens, newest_positions
+from mlx_transmuter.cache.layout import clip_columns, contiguous_slots, is_column, ring_column
+from mlx_transmuter.cache.visibility import entry_end_tokens, newest_positions
 
 if TYPE_CHECKING:
     from mlx_transmuter.cache.index import CacheIndex
 
 
 def batch_table(index: CacheIndex) -> mx.array:
-    """The table of the pools that the index reads, of positions or of blocks, by batch row: int32 [batch, columns]."""
-    table = index.table if index.positions_per_column == 1 else dict(index.every_tables)[index.positions_per_column]
+    """The table of the pools that the index reads, of positions or of entries, by batch row: int32 [batch, columns]."""
+    table = index.table if index.positions_per_entry == 1 else dict(index.entry_tables)[index.positions_per_entry]
     assert table is not None
     return table if index.table_row is None else mx.take(table, mx.clip(index.table_row, 0, table.shape[0] - 1), axis=0)
 
 
 def slot_mapping(index: CacheIndex) -> mx.array:
-    """The slot where each token stores, int32 [batch · seq], -1 for none."""
-    if index.store_slots is not None:
-        return mx.where(index.effective_positions >= 0, index.store_slots, -1).reshape(-1)
+    """The slot where each token is written, int32 [batch · seq], -1 for none."""
+    if index.write_slots is not None:
+        return mx.where(index.effective_positions >= 0, index.write_slots, -1).reshape(-1)
     columns, width = _token_columns(index), index.batch_table.shape[1]
     if index.is_ring:
         columns = mx.where(columns >= 0, ring_column(columns, width), -1)
-    if index.run_stride is not None and index.positions_per_column == 1 and index.table_row is None:
-        slots = slots_of_run(mx.arange(index.batch, dtype=mx.int32)[:, None], columns, index.run_stride)
+    if index.contiguous_stride is not None and index.positions_per_entry == 1 and index.table_row is None:
+        slots = contiguous_slots(mx.arange(index.batch, dtype=mx.int32)[:, None], columns, index.contiguous_stride)
     else:
         slots = mx.take_along_axis(index.batch_table, clip_columns(columns, width), axis=1)
     return mx.where(is_column(columns, width), slots, -1).reshape(-1)
@@ -39,10 +39,10 @@ def column_slots(index: CacheIndex) -> mx.array:
     the token among the call's."""
     if index.table is not None:
         return _at_selected_columns(index, index.batch_table)
-    if index.positions_per_column == 1:
+    if index.positions_per_entry == 1:
         tokens = mx.broadcast_to(mx.arange(index.seq, dtype=mx.int32), (index.batch, index.seq))
     else:
-        tokens = block_end_tokens(index)[0]
+        tokens = entry_end_tokens(index)[0]
     tokens = _at_selected_columns(index, tokens)
     return tokens + index.seq * mx.arange(index.batch, dtype=mx.int32).reshape(-1, *(1,) * (tokens.ndim - 1))
 
@@ -60,8 +60,8 @@ def safe_column_slots(index: CacheIndex) -> mx.array:
 
 
 def _token_columns(index: CacheIndex) -> mx.array:
-    """The column of each token, int32 [batch, seq], -1 for none: in blocks only a block's last token has one."""
-    positions, size = index.effective_positions, index.positions_per_column
+    """The column of each token, int32 [batch, seq], -1 for none: of an entry only the last token has one."""
+    positions, size = index.effective_positions, index.positions_per_entry
     if size == 1:
         return positions
     return mx.where((positions >= 0) & (positions % size == size - 1), positions // size, -1)

@@ -30,14 +30,14 @@ def is_visible(column_positions: mx.array, token_positions: mx.array, window: in
     return visible if window is None else visible & (column_positions > token_positions - min(window, INT32_MAX))
 
 
-def block_end_positions(columns: mx.array, positions_per_column: int) -> mx.array:
-    """The position of each column: its own number, or the last position of its block."""
-    return columns if positions_per_column == 1 else columns * positions_per_column + (positions_per_column - 1)
+def entry_end_positions(columns: mx.array, positions_per_entry: int) -> mx.array:
+    """The position of each column: its own number, or the last position of its entry."""
+    return columns if positions_per_entry == 1 else columns * positions_per_entry + (positions_per_entry - 1)
 
 
 def visible_columns(index: CacheIndex) -> mx.array:
     """Which columns each token attends to: bool [batch, seq, context], or [batch, seq, k] of the selected columns."""
-    if index.table is None and index.positions_per_column == 1:
+    if index.table is None and index.positions_per_entry == 1:
         return _visible_tokens(index)
     if index.selected_columns is not None:
         return _visible_selected_columns(index, index.selected_columns)
@@ -51,7 +51,7 @@ def read_mask(index: CacheIndex) -> mx.array:
     if index.selected_columns is not None:
         return index.visible_columns
     if index.table is None:
-        return block_end_tokens(index)[1]
+        return entry_end_tokens(index)[1]
     return index.visible_columns[..., : index.batch_table.shape[1]].any(axis=1)
 
 
@@ -63,7 +63,7 @@ def table_column_positions(index: CacheIndex) -> mx.array:
     width = index.context if index.draft_mask is None else index.batch_table.shape[1]
     columns = mx.arange(width, dtype=mx.int32)
     if not index.is_ring:
-        return block_end_positions(columns, index.positions_per_column)
+        return entry_end_positions(columns, index.positions_per_entry)
     _check_ring(index, width)
     return ring_position(columns, newest_positions(index), width)
 
@@ -76,13 +76,13 @@ def newest_positions(index: CacheIndex) -> mx.array:
     return _oldest_positions(index.effective_positions) - 1
 
 
-def block_end_tokens(index: CacheIndex) -> tuple[mx.array, mx.array]:
-    """Of an index without a table: the token at the last position of each block, int32 [batch, blocks], and whether the
-    batch row has it, bool [batch, blocks].
+def entry_end_tokens(index: CacheIndex) -> tuple[mx.array, mx.array]:
+    """Of an index without a table: the token at the last position of each entry, int32 [batch, entries], and whether
+    the batch row has it, bool [batch, entries].
 
     Rows are padded on the left, so the token at position p is p tokens after the row's first.
     """
-    last_positions = block_end_positions(mx.arange(index.context, dtype=mx.int32), index.positions_per_column)
+    last_positions = entry_end_positions(mx.arange(index.context, dtype=mx.int32), index.positions_per_entry)
     tokens = last_positions + (index.seq - 1 - index.effective_positions[:, -1:])
     return clip_columns(tokens, index.seq), tokens < index.seq
 
@@ -100,14 +100,14 @@ def _visible_tokens(index: CacheIndex) -> mx.array:
 
 
 def _visible_selected_columns(index: CacheIndex, selected: mx.array) -> mx.array:
-    """visible_columns of a selection of a table's columns, or of blocks."""
-    column_positions = block_end_positions(clip_columns(selected, index.context), index.positions_per_column)
+    """visible_columns of a selection of the columns of a table of positions or of entries."""
+    column_positions = entry_end_positions(clip_columns(selected, index.context), index.positions_per_entry)
     visible = is_visible(column_positions, index.effective_positions[:, :, None], index.window_size)
     return visible & is_column(selected, index.context)
 
 
 def _visible_table_columns(index: CacheIndex) -> mx.array:
-    """visible_columns of the columns of the table, or of blocks: bool [batch, seq, columns]."""
+    """visible_columns of the columns of the table of positions or of entries: bool [batch, seq, columns]."""
     column_positions = table_column_positions(index)[..., None, :]
     return is_visible(column_positions, index.effective_positions[:, :, None], index.window_size)
 

@@ -66,7 +66,8 @@ class Ring(NamedTuple):
 def choose_window_context(window: int | None, seq: int, context: int, paged: bool) -> int:
     """Returns the columns of a ring for a step's layers with a window, 0 where reading as the others do is as fast.
 
-    The slots of a ring are gathered one by one; a run of slots is read as it lies, four times as many at the same cost.
+    The slots of a ring are gathered one by one; contiguous slots are read as they lie, four times as many at the same
+    cost.
     """
     width = context_bucket(window + seq - 1) if window else context
     is_faster = width < context if paged else 4 * width <= context

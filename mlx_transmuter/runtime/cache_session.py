@@ -92,7 +92,7 @@ class CacheSession(DecoderSession):
         seq, lengths = tokens.shape[1], mx.array(self.lengths)
         columns = self._step_columns(int((self.lengths + counts).max()), seq)
         self._append_tokens(counts)
-        block_table, window_table = self._block_tables(columns)
+        slot_table, window_table = self._slot_tables(columns)
         step = PooledStep(seq, columns, self.kv_cache.head_span, self.row_slots.paged, positions is not None)
         outputs = self.decoder.compile_once(step)(
             PooledStepInputs(
@@ -100,7 +100,7 @@ class CacheSession(DecoderSession):
                 tokens=tokens,
                 lengths=lengths,
                 counts=mx.array(counts),
-                block_table=block_table,
+                slot_table=slot_table,
                 window_table=window_table,
                 positions=positions,
                 pools=self.pools.take(),
@@ -121,7 +121,7 @@ class CacheSession(DecoderSession):
                 tokens=tokens,
                 lengths=mx.array(np.full(rows, length, np.int32) if decoder.needs_exact_past else self.lengths),
                 counts=mx.array(counts),
-                block_table=mx.array(self.row_slots.table(self.lengths, max(1, context))),
+                slot_table=mx.array(self.row_slots.table(self.lengths, max(1, context))),
                 extra_inputs=self._extra_inputs_and_states(),
                 positions=positions,
             )
@@ -137,7 +137,7 @@ class CacheSession(DecoderSession):
         """Writes the keys and values of the last step into the pools."""
         pending, self._pending_write = self._pending_write, None
         if pending is not None:
-            write = PoolWrite(pending.positions.shape[1], pending.block_table.shape[1], self.kv_cache.head_span)
+            write = PoolWrite(pending.positions.shape[1], pending.slot_table.shape[1], self.kv_cache.head_span)
             self.pools.put(self.decoder.compile_once(write)(pending._replace(pools=self.pools.take())))
 
     def _extra_inputs_and_states(self) -> dict[str, mx.array]:
@@ -162,8 +162,8 @@ class CacheSession(DecoderSession):
             raise DecoderError(found, f"at most {ring.max_step_tokens}", "run the prompt in chunks")
         return StepColumns(ring.slots, is_ring=True)
 
-    def _block_tables(self, columns: StepColumns) -> tuple[mx.array | None, mx.array | None]:
-        """Returns the block table of the columns, and that of the layers with a window, as steps take them."""
+    def _slot_tables(self, columns: StepColumns) -> tuple[mx.array | None, mx.array | None]:
+        """Returns the slot table of the columns, and that of the layers with a window, as steps take them."""
         table, lengths = self.row_slots.table, self.lengths
         return (
             mx.array(table(lengths, columns.context, ring=columns.is_ring)) if self.row_slots.paged else None,
@@ -223,15 +223,15 @@ class CacheSession(DecoderSession):
         # The table has a column for each draft token's position too.
         columns = self._step_columns(self._check_draft(tokens, depths), seq)
         self.row_slots.free_unreachable(self.lengths)
-        block_table, window_table = self._block_tables(columns)
+        slot_table, window_table = self._slot_tables(columns)
         slots = self.row_slots.open_draft((depths >= 0).sum(axis=1).tolist(), seq)
         positions = np.where(depths >= 0, self.lengths[:, None] + depths, -1).astype(np.int32)
-        assert block_table is not None
+        assert slot_table is not None
         outputs = self.decoder.compile_once(DraftStep(seq, columns, span))(
             DraftStepInputs(
                 tokens=tokens,
                 positions=mx.array(positions),
-                block_table=block_table,
+                slot_table=slot_table,
                 window_table=window_table,
                 slots=mx.array(slots),
                 ancestor_mask=ancestor_mask,
@@ -294,7 +294,7 @@ class CacheSession(DecoderSession):
         In blocks of several slots, the last one, partly filled, is copied when a row writes on (see copied_slots).
         """
         if not self.row_slots.paged:
-            found, do = "a fork of rows that are one run of slots each", "begin_session(..., paged=True)"
+            found, do = "a fork of rows with contiguous slots", "begin_session(..., paged=True)"
             raise DecoderError(found, "rows of blocks", do)
         self._write_pending()
         self.row_slots.fork(parents)

@@ -154,7 +154,7 @@ class Decoder:
 
         max_lengths: the most tokens that each row will have, 0 for a padding row. extra_inputs: arrays of the graph's
         other inputs (an encoder's outputs), one row for each row. paged: slots are handed out in blocks of block_size,
-        so that rows can fork; else each row has one run of slots. kv_cache: pools of the decoder's pool_specs that
+        so that rows can fork; else each row has contiguous slots. kv_cache: pools of the decoder's pool_specs that
         outlive the session, which then has their block size: each row begins with the most first tokens of its prompt,
         of `prompts`, that they hold, as `Session.lengths` says; never with all of them. Raises DecoderError for a wrong
         number of rows, other inputs, or other pools; CacheError for more tokens than the cache takes.

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from mlx_transmuter.cache import KVCache, PoolSpec
-from mlx_transmuter.cache.layout import ceil_div, run_table
+from mlx_transmuter.cache.layout import ceil_div, contiguous_table_of_lengths
 from mlx_transmuter.runtime.buckets import Ring, power_of_two_bucket
 
 
 class RowSlots:
     """The slots of a session's rows, and those of the draft that is being checked.
 
-    paged: rows have blocks of slots, so that they can fork; else each row has one run of slots. ring: the slots that a
+    paged: rows have blocks of slots, so that they can fork; else each row has contiguous slots. ring: the slots that a
     row keeps, however long it gets; None where rows keep all tokens. is_shared: whether the cache outlives the session,
     and with it the tokens before the window.
     """
@@ -37,13 +37,13 @@ class RowSlots:
     def allocate(
         pool_specs: Sequence[PoolSpec], max_lengths: Sequence[int], ring: Ring | None, block_size: int | None
     ) -> RowSlots:
-        """Returns the slots of rows in a cache of their own, in blocks of block_size slots; None: in runs.
+        """Returns the slots of rows in a cache of their own, in blocks of block_size slots; None: contiguous.
 
         The cache has one of a few sizes, so that sessions share steps: one is compiled for the size of its pools.
         """
         if block_size is None:
-            run = ring.slots if ring else power_of_two_bucket(int(max(max_lengths)))
-            kv_cache = KVCache(pool_specs, len(max_lengths) * run, run, run_stride=run)
+            stride = ring.slots if ring else power_of_two_bucket(int(max(max_lengths)))
+            kv_cache = KVCache(pool_specs, len(max_lengths) * stride, stride, contiguous_stride=stride)
         else:
             lengths = [min(int(length), ring.slots + block_size) if ring else int(length) for length in max_lengths]
             slots = sum(ceil_div(length, block_size) * block_size for length in lengths)
@@ -58,13 +58,14 @@ class RowSlots:
         return self._draft_sequences is not None
 
     def table(self, lengths: np.ndarray, width: int, *, ring: bool = False) -> np.ndarray:
-        """Returns the slots int32 [rows, width] of the first positions of rows of lengths int32 [rows] tokens.
+        """Returns the slot table int32 [rows, width] of the first positions of rows of lengths int32 [rows] tokens: it
+        maps positions to slots, not to blocks.
 
         ring: of the last positions, each at its column of a ring. -1 where a row has no token.
         """
         if self.paged:
             return self.kv_cache.block_manager.table(self._sequences, width, ring=ring)
-        return run_table(lengths, width, self.kv_cache.head_span, ring=ring)
+        return contiguous_table_of_lengths(lengths, width, self.kv_cache.head_span, ring=ring)
 
     def append(self, counts: np.ndarray, lengths: np.ndarray) -> None:
         """Gives slots to counts[r] more tokens of each row, which then has lengths[r]."""
@@ -104,7 +105,7 @@ class RowSlots:
     def truncate(self, lengths: np.ndarray) -> None:
         """Drops the tokens of each row after its first lengths[r].
 
-        In a run of slots the next tokens are written over them; until then no position sees them.
+        In contiguous slots the next tokens are written over them; until then no position sees them.
         """
         for sequence, length in zip(self._sequences, lengths.tolist(), strict=True):
             if self.paged and sequence is not None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from mlx_transmuter import ops
 from mlx_transmuter.cache import CacheIndex, HybridIndex, QuantizedPool
-from mlx_transmuter.cache.layout import pool_size, spare_row
+from mlx_transmuter.cache.layout import pool_size, spare_pool_row
 from mlx_transmuter.program import Program, Value
 from mlx_transmuter.program.signature import (
     CACHE_INDEX_INPUT,
@@ -175,9 +175,9 @@ class StepInputs:
         """
         heads = self.signature.cache_pairs[0].heads
         if not self.signature.fused_kv_pools:
-            return index.for_heads(heads, head_span).with_spare_row(spare_row(pool_rows))
+            return index.for_heads(heads, head_span).with_spare_pool_row(spare_pool_row(pool_rows))
         half = index.for_heads(heads // 2, head_span)
-        return half.for_key_value_pool((pool_rows - 1) // 2).with_spare_row(spare_row(pool_rows))
+        return half.for_key_value_pool((pool_rows - 1) // 2).with_spare_pool_row(spare_pool_row(pool_rows))
 
     def dtype(self, name: str) -> mx.Dtype:
         """Returns the MLX dtype of an input that the program declares."""

@@ -76,7 +76,7 @@ def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: type) 
 
 
 def _random_index(rng: np.random.Generator, draw: Any) -> tuple[CacheIndex, ReferenceIndex, int, dict[int, int]]:
-    """An index of a random constructor, its reference, the slots of its pool, and of the pools of its blocks by size."""
+    """An index of a random constructor, its reference, the slots of its pool, and of the pools of its entries by size."""
     constructor = draw(st.sampled_from(["make", "make", "make", "rows", "whole", "packed"]))
     batch, seq = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     sizes = draw(st.lists(st.integers(2, 4), max_size=2, unique=True))
@@ -109,9 +109,9 @@ def _random_index(rng: np.random.Generator, draw: Any) -> tuple[CacheIndex, Refe
     num_slots = draw(st.integers(1, rows * context + 3))
     table = random_table(rng, rows, context, num_slots, draw(st.booleans()))
     pos = random_positions(rng, batch, seq, row, table)
-    blocks = {m: random_table(rng, rows, int(rng.integers(1, 5)), num_slots, False) for m in sizes}
-    index = CacheIndex.make(pos, table, row.astype(np.int32) if has_row else None, list(blocks.items()))
-    tables = {m: t.tolist() for m, t in blocks.items()}
+    entries = {m: random_table(rng, rows, int(rng.integers(1, 5)), num_slots, False) for m in sizes}
+    index = CacheIndex.make(pos, table, row.astype(np.int32) if has_row else None, list(entries.items()))
+    tables = {m: t.tolist() for m, t in entries.items()}
     reference = ReferenceIndex("tabled", pos.tolist(), table.tolist(), row.tolist() if has_row else None, tables)
     return index, reference, num_slots, dict.fromkeys(sizes, num_slots)
 
@@ -128,14 +128,14 @@ def index_cases(draw: Any) -> IndexCase:
     reading = draw(st.sampled_from(["all", "every", "select", "draft"]))
     if reading == "every" and reference.kind != "packed":
         has_table = reference.table is not None
-        m = draw(st.sampled_from(sorted(reference.blocks) or [1]) if has_table else st.integers(1, 4))
+        m = draw(st.sampled_from(sorted(reference.entries) or [1]) if has_table else st.integers(1, 4))
         index, reference, num_slots = index.every(m), replace(reference, every=m), block_slots.get(m, num_slots)
     if reading == "select" or (reading == "every" and draw(st.booleans())):
         width = len(reference.columns_of(0))
         columns = rng.integers(-2, width + 2, (batch, seq, draw(st.integers(1, 5))))
         index, reference = index.select(columns.astype(np.int32)), replace(reference, columns=columns.tolist())
     if reading == "draft" and reference.table is not None:
-        tables = [reference.table, *reference.blocks.values()]
+        tables = [reference.table, *reference.entries.values()]
         used_slots = {slot for table in tables for slots in table for slot in slots}
         free_slots = [slot for slot in range(num_slots + 3) if slot not in used_slots]
         free_slots += range(num_slots + 10, num_slots + 10 + batch * seq)

@@ -17,7 +17,7 @@ class ReferenceIndex:
     pos: IntRows
     table: IntRows | None = None
     row: list[int] | None = None
-    blocks: dict[int, IntRows] = field(default_factory=dict)
+    entries: dict[int, IntRows] = field(default_factory=dict)
     every: int = 1
     window: int | None = None
     columns: list[IntRows] | None = None
@@ -74,7 +74,7 @@ class ReferenceIndex:
             token_at = {self.position(row, i): i for i in range(self.seq)}
             ends = [j * m + m - 1 for j in range((self.seq + m - 1) // m)]
             return [("token", token_at[end], end) if end in token_at else ("none", 0, end) for end in ends]
-        table = self.table if m == 1 else self.blocks[m]
+        table = self.table if m == 1 else self.entries[m]
         table_row = self.table_row(row)
         slots = [-1] * len(table[0]) if table_row is None else table[table_row]
         columns = [("slot", slot, j if m == 1 else j * m + m - 1) for j, slot in enumerate(slots)]

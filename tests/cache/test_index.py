@@ -80,7 +80,7 @@ def test_advance_is_one_past_the_greatest_position(case: IndexCase):
 @some_examples
 @given(case=index_cases(), seq=st.integers(1, 3))
 def test_with_positions_places_other_tokens_in_the_same_rows(case: IndexCase, seq: int):
-    """Window, every and runs stay, selection and draft do not; a whole index raises."""
+    """Window, every and contiguous slots stay, selection and draft do not; a whole index raises."""
     pos = np.random.default_rng(seq).permutation(seq * case.reference.batch).reshape(-1, seq) - 1
     if case.reference.table is None:
         with pytest.raises(ValueError, match=r"CacheIndex\.with_positions"):
@@ -160,7 +160,7 @@ def test_bfloat16_rows_are_stored_bit_by_bit():
 
 
 @st.composite
-def run_indices(draw):
+def contiguous_indices(draw):
     """(index of rows, the same index rebuilt from its table, context, rng), of a random window and number of rows."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     context, batch = draw(st.integers(1, 9)), draw(st.integers(1, 3))
@@ -180,9 +180,9 @@ def run_indices(draw):
 
 
 @some_examples
-@given(run=run_indices())
-def test_runs_are_read_by_a_slice_with_the_values_of_a_gather(run):
-    index, rebuilt, context, rng = run
+@given(case=contiguous_indices())
+def test_contiguous_rows_are_read_by_a_slice_with_the_values_of_a_gather(case):
+    index, rebuilt, context, rng = case
     pool = random_array(rng, (index.batch * context, 2), np.float32)
     values = random_array(rng, (index.batch, index.seq, 2), np.float32)
     (seen, out), (expected_seen, expected) = index.extend(values, pool), rebuilt.extend(values, pool)
@@ -192,7 +192,7 @@ def test_runs_are_read_by_a_slice_with_the_values_of_a_gather(run):
     assert "Gather" in primitives_text(rebuilt.read(mx.array(pool)))
 
 
-def test_runs_without_zeroing_are_a_view():
+def test_contiguous_rows_without_zeroing_are_a_view():
     """read(zero_unseen=False) allocates nothing, also with fewer columns and heads, and is exact in visible columns."""
     rng = np.random.default_rng(1)
     pool = mx.array(rng.standard_normal((2 * 3 * 512, 64)).astype(np.float32))
@@ -213,14 +213,14 @@ def test_runs_without_zeroing_are_a_view():
 @some_examples
 @given(case=index_cases(), data=st.data())
 def test_limit_context_reads_only_the_first_columns(case: IndexCase, data):
-    """The table is cut to `context` columns and its blocks to those they need; a whole index raises."""
+    """The table is cut to `context` columns and its entries to those they need; a whole index raises."""
     if case.reference.table is None:
         with pytest.raises(ValueError, match=r"CacheIndex\.limit_context"):
             case.index.limit_context(1)
         return
     context = data.draw(st.integers(1, len(case.reference.table[0])))
     case.reference.table = [slots[:context] for slots in case.reference.table]
-    case.reference.blocks = {m: [s[: -(-context // m)] for s in t] for m, t in case.reference.blocks.items()}
+    case.reference.entries = {m: [s[: -(-context // m)] for s in t] for m, t in case.reference.entries.items()}
     index = case.index.limit_context(context)
     seen, pool = index.extend(case.values, case.pool)
     expected_seen, expected_pool = case.reference.extend(case.values, case.pool)
@@ -255,8 +255,8 @@ def test_each_head_of_a_pool_is_a_pool_of_its_own(case: IndexCase, n: int, data)
     assert_same_bits(index.positions(), np.repeat(case.reference.positions(), n, axis=0))
 
 
-def test_runs_of_several_heads_are_read_by_a_slice():
-    """With the runs' context as head_span the pool is [batch, n, context, dim]; its first columns are read by a view."""
+def test_contiguous_rows_of_several_heads_are_read_by_a_slice():
+    """With the context of contiguous rows as head_span the pool is [batch, n, context, dim]; its first columns are read by a view."""
     index = CacheIndex.rows(8, [5, 3]).limit_context(4)
     pool = mx.arange(2 * 3 * 8 * 2, dtype=mx.float32).reshape(-1, 2)
     seen = index.for_heads(3, 8).read(pool, zero_unseen=False)
@@ -266,15 +266,15 @@ def test_runs_of_several_heads_are_read_by_a_slice():
 
 
 @some_examples
-@given(case=index_cases(), n=st.integers(1, 2), has_spare_row=st.booleans(), data=st.data())
-def test_a_key_value_pool_is_two_pools_one_after_the_other(case: IndexCase, n: int, has_spare_row: bool, data):
+@given(case=index_cases(), n=st.integers(1, 2), has_spare_pool_row=st.booleans(), data=st.data())
+def test_a_key_value_pool_is_two_pools_one_after_the_other(case: IndexCase, n: int, has_spare_pool_row: bool, data):
     """Each half reads and stores as a pool of its own; a slot outside one half is not in the other."""
     span = data.draw(st.integers(1, len(case.pool) + 1))
     slots = -(-max(1, len(case.pool)) // span) * span
     rng = np.random.default_rng(7)
     tail, dtype = case.pool.shape[1:], case.pool.dtype.type
     pools = random_array(rng, (2, n * slots, *tail), dtype)
-    spare_row = random_array(rng, (int(has_spare_row), *tail), dtype)
+    spare_pool_row = random_array(rng, (int(has_spare_pool_row), *tail), dtype)
     heads_index = case.index.for_heads(n, span)
     values = random_array(rng, (2, heads_index.batch, heads_index.seq, *tail), dtype)
     if case.index.walk()[0][0][3]:
@@ -282,8 +282,8 @@ def test_a_key_value_pool_is_two_pools_one_after_the_other(case: IndexCase, n: i
             heads_index.for_key_value_pool(n * slots)
         return
     index = heads_index.for_key_value_pool(n * slots)
-    index = index.with_spare_row(2 * n * slots) if has_spare_row else index
-    seen, out = index.extend(values.reshape(-1, heads_index.seq, *tail), np.concatenate([*pools, spare_row]))
+    index = index.with_spare_pool_row(2 * n * slots) if has_spare_pool_row else index
+    seen, out = index.extend(values.reshape(-1, heads_index.seq, *tail), np.concatenate([*pools, spare_pool_row]))
     for half in range(2):
         expected_seen, expected = heads_index.extend(values[half], pools[half])
         assert np.array(out[half * n * slots : (half + 1) * n * slots]).tobytes() == np.array(expected).tobytes()
@@ -292,11 +292,11 @@ def test_a_key_value_pool_is_two_pools_one_after_the_other(case: IndexCase, n: i
     assert_same_bits(index.positions(), np.concatenate([np.array(heads_index.positions())] * 2))
 
 
-def test_runs_of_a_key_value_pool_are_read_by_a_slice():
+def test_contiguous_rows_of_a_key_value_pool_are_read_by_a_slice():
     """Keys of all rows, then values: one view reads both, and each half is laid out as a pool of its own."""
     index = CacheIndex.rows(8, [5, 3]).limit_context(4).for_heads(3, 8)
     pool = mx.arange(2 * 2 * 3 * 8 * 2 + 2, dtype=mx.float32).reshape(-1, 2)
-    seen = index.for_key_value_pool(2 * 3 * 8).with_spare_row(2 * 2 * 3 * 8).read(pool, zero_unseen=False)
+    seen = index.for_key_value_pool(2 * 3 * 8).with_spare_pool_row(2 * 2 * 3 * 8).read(pool, zero_unseen=False)
     assert_same_bits(seen.reshape(2, 2, 3, 4, 2), np.array(pool)[:-1].reshape(2, 2, 3, 8, 2)[:, :, :, :4])
     assert "Gather" not in primitives_text(seen)
     assert "Gather" in primitives_text(index.for_key_value_pool(2 * 3 * 8 - 1).read(pool, zero_unseen=False))
@@ -423,7 +423,7 @@ def _expected_signature(reference: ReferenceIndex) -> tuple:
     return (
         reference.kind,
         reference.row is not None,
-        tuple(reference.blocks),
+        tuple(reference.entries),
         reference.every,
         reference.window,
         reference.columns is not None,
@@ -436,7 +436,7 @@ def _expected_leaves(reference: ReferenceIndex) -> list:
         reference.row,
         reference.pos,
         reference.table,
-        *reference.blocks.values(),
+        *reference.entries.values(),
         reference.columns,
         reference.slots,
         reference.sees,
@@ -447,7 +447,7 @@ def _expected_leaves(reference: ReferenceIndex) -> list:
 @settings(max_examples=400)
 @given(a=index_cases(), b=index_cases())
 def test_signatures_agree_exactly_when_the_structures_do(a: IndexCase, b: IndexCase):
-    """The structure, no values: kind, row, blocks, every, window, selection, draft. Leaves in the order of the walk."""
+    """The structure, no values: kind, row, entries, every, window, selection, draft. Leaves in the order of the walk."""
     (signature_a, leaves), (signature_b, _) = a.index.walk(), b.index.walk()
     assert (signature_a == signature_b) == (_expected_signature(a.reference) == _expected_signature(b.reference))
     assert len(leaves) == len(_expected_leaves(a.reference))
@@ -456,8 +456,8 @@ def test_signatures_agree_exactly_when_the_structures_do(a: IndexCase, b: IndexC
         np.testing.assert_array_equal(np.array(leaf), np.asarray(expected))
 
 
-def test_runs_with_a_limited_context_walk_as_runs():
-    """limit_context makes runs part of the structure; an index of rows alone walks as any table."""
+def test_contiguous_rows_with_a_limited_context_walk_as_such():
+    """limit_context makes contiguous slots part of the structure; an index of rows alone walks as any table."""
     rows = CacheIndex.rows(6, [2, 3])
     tabled = CacheIndex.make(rows.walk()[1][0], rows.walk()[1][1])
     assert rows.walk()[0] == tabled.walk()[0]

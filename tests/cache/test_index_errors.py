@@ -31,20 +31,20 @@ INVALID = {
     "make: MLX floats": (lambda: make([[0]], mx.zeros((1, 1))), "float32"),
     "make: booleans": (lambda: make([[True]], [[1]]), "bool"),
     "make: ragged": (lambda: make([[0], [1, 2]], [[1]]), "lengths"),
-    "make: block of 1": (lambda: make([[0]], [[1]], every=[(1, [[0]])]), "at least 2"),
-    "make: block twice": (lambda: make([[0]], [[1]], every=[(2, [[0]]), (2, [[0]])]), "each size once"),
-    "make: blocks of other rows": (lambda: make([[0]], [[1]], every=[(2, [[0], [1]])]), "blocks of 2"),
-    "make: blocks empty": (lambda: make([[0]], [[1]], every=[(2, np.zeros((1, 0), int))]), "blocks of 2"),
+    "make: entry of 1": (lambda: make([[0]], [[1]], every=[(1, [[0]])]), "at least 2"),
+    "make: entry twice": (lambda: make([[0]], [[1]], every=[(2, [[0]]), (2, [[0]])]), "each size once"),
+    "make: entries of other rows": (lambda: make([[0]], [[1]], every=[(2, [[0], [1]])]), "entries of 2"),
+    "make: entries empty": (lambda: make([[0]], [[1]], every=[(2, np.zeros((1, 0), int))]), "entries of 2"),
     "make: no pair": (lambda: make([[0]], [[1]], every=[2]), "pairs"),
     "rows: no rows": (lambda: rows(4, []), "no rows"),
     "rows: context 0": (lambda: rows(0, [0]), "context"),
     "rows: length below 0": (lambda: rows(4, [-1]), "lens"),
     "rows: length past the context": (lambda: rows(4, [1, 5]), r"lens\[1\]"),
-    "rows: more slots than int32 numbers": (lambda: rows(2**30, [1, 1]), "2 runs of 1073741824 slots"),
+    "rows: more slots than int32 numbers": (lambda: rows(2**30, [1, 1]), "2 rows of 1073741824 slots"),
     "rows: a number for a list": (lambda: rows(4, 3), "list of lengths"),
     "rows: a fraction": (lambda: rows(4, [1.5]), "integer"),
-    "rows: block of 1": (lambda: rows(4, [1], every=[1]), "at least 2"),
-    "rows: block twice": (lambda: rows(4, [1], every=[3, 3]), "each size once"),
+    "rows: entry of 1": (lambda: rows(4, [1], every=[1]), "at least 2"),
+    "rows: entry twice": (lambda: rows(4, [1], every=[3, 3]), "each size once"),
     "whole: no rows": (lambda: whole(0, 1), "batch"),
     "whole: no token": (lambda: whole(1, 0), "seq"),
     "whole: length past seq": (lambda: whole(1, 2, [3]), "lens"),
@@ -67,18 +67,18 @@ INVALID = {
     "draft: sees of integers": (lambda: table_index.draft([[6, 7]], sees.astype(int)), "booleans"),
     "draft: whole": (lambda: whole(1, 2).draft([[6, 7]], sees), "over a table"),
     "draft: packed": (lambda: packed(2, [[2]]).draft([[6, 7]], sees), "over a table"),
-    "draft: blocks": (lambda: every_index.every(2).draft([[6, 7]], sees), "without blocks"),
+    "draft: entries": (lambda: every_index.every(2).draft([[6, 7]], sees), "of single positions"),
     "draft: a selection": (lambda: table_index.select(selected_columns).draft([[6, 7]], sees), "selection"),
     "every: 0": (lambda: table_index.every(0), "at least 1"),
     "every: no such table": (lambda: every_index.every(3), r"\[2\]"),
     "every: no table": (lambda: table_index.every(2), r"\[\]"),
-    "every: blocks of another size": (lambda: every_index.every(2).every(3), "positions"),
+    "every: entries of another size": (lambda: every_index.every(2).every(3), "positions"),
     "every: back to positions": (lambda: every_index.every(2).every(1), "positions"),
     "every: a selection": (lambda: every_index.select(selected_columns).every(2), "selection"),
     "every: a draft": (lambda: every_index.draft([[6, 7]], sees).every(2), "draft"),
     "every: packed": (lambda: packed(2, [[2]]).every(2), "unpacked"),
-    "advance: whole": (lambda: whole(1, 2).advance(), "stores nothing"),
-    "advance: packed": (lambda: packed(2, [[2]]).advance(), "stores nothing"),
+    "advance: whole": (lambda: whole(1, 2).advance(), "writes nothing"),
+    "advance: packed": (lambda: packed(2, [[2]]).advance(), "writes nothing"),
     "with_positions: other rows": (lambda: table_index.with_positions([[0], [1]]), "with_positions: pos"),
     "with_positions: whole": (lambda: whole(1, 2).with_positions([[0]]), "over a table"),
     "limit_context: 0": (lambda: table_index.limit_context(0), "limit_context"),
@@ -92,7 +92,7 @@ INVALID = {
         lambda: table_index.for_key_value_pool(2**30 + 1),
         "for_key_value_pool: value_offset",
     ),
-    "for_key_value_pool: blocks": (lambda: every_index.for_key_value_pool(4), "blocks"),
+    "for_key_value_pool: entries": (lambda: every_index.for_key_value_pool(4), "tables of entries"),
     "extend: another width": (lambda: table_index.extend(values[:, :, :1], pool), r"\[1, 2, 2\]"),
     "extend: other tokens": (lambda: table_index.extend(values[:, :1], pool), r"\[1, 2, 2\]"),
     "extend: another dtype": (lambda: table_index.extend(values.astype(np.float16), pool), "float16"),
@@ -124,7 +124,7 @@ VALID = {
     ],
     "draft over a draft": lambda: [draft_index.draft([[1, 2]], sees)],
     "window over a draft": lambda: [draft_index.window(2)],
-    "selection in blocks, on packed, over a selection": lambda: [
+    "selection in entries, on packed, over a selection": lambda: [
         every_index.every(2).select(selected_columns),
         packed(2, [[2]]).select(selected_columns),
         table_index.select(selected_columns).select(selected_columns),
@@ -147,8 +147,8 @@ def test_a_valid_argument_does_not_raise(name: str):
 
 def test_every_of_the_same_size_is_the_index_itself():
     assert table_index.every(1) is table_index
-    blocks = every_index.every(2)
-    assert blocks.every(2) is blocks
+    index_of_entries = every_index.every(2)
+    assert index_of_entries.every(2) is index_of_entries
 
 
 def test_an_index_is_immutable():

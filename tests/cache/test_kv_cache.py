@@ -38,7 +38,7 @@ def test_an_index_reads_the_same_values_after_the_cache_has_grown():
     kv_cache = KVCache([PoolSpec(3, 5, mx.float32)], 8)
     values = np.random.default_rng(6).standard_normal((3, 2, 5)).astype(np.float32)
     index = CacheIndex.make([[0, 1]], [[6, 3]])
-    writing = index.for_heads(3, kv_cache.head_span).with_spare_row(3 * 8)
+    writing = index.for_heads(3, kv_cache.head_span).with_spare_pool_row(3 * 8)
     kv_cache.pools.put([writing.write(values, pool) for pool in kv_cache.pools.take()])
     kv_cache.grow(16)
     assert_same_bits(index.for_heads(3, kv_cache.head_span).read(kv_cache.pools.arrays[0]), values)
@@ -58,13 +58,13 @@ def test_growing_allocates_one_grown_pool_beside_the_old_ones():
     assert mx.get_active_memory() - before < 3 * nbytes + 65536
 
 
-@pytest.mark.parametrize(("block_size", "run_stride"), [(1, None), (4, None), (4, 4)])
-def test_each_slot_and_head_has_a_row_of_its_own_and_the_rows_of_a_head_are_adjacent(block_size, run_stride):
-    kv_cache = KVCache(POOL_SPECS, 12, block_size, run_stride=run_stride)
+@pytest.mark.parametrize(("block_size", "contiguous_stride"), [(1, None), (4, None), (4, 4)])
+def test_each_slot_and_head_has_a_row_of_its_own_and_the_rows_of_a_head_are_adjacent(block_size, contiguous_stride):
+    kv_cache = KVCache(POOL_SPECS, 12, block_size, contiguous_stride=contiguous_stride)
     rows = kv_cache.pool_rows(np.arange(12), 3).reshape(3, 12)
     assert sorted(rows.reshape(-1)) == list(range(36))  # none is the last, the spare one
     assert (np.diff(rows.reshape(3, -1, kv_cache.head_span), axis=2) == 1).all()
-    assert kv_cache.head_span == (run_stride or 12)
+    assert kv_cache.head_span == (contiguous_stride or 12)
 
 
 def test_the_accepted_tokens_of_a_draft_follow_the_sequence_in_blocks_of_any_size():

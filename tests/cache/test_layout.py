@@ -1,4 +1,4 @@
-"""Layout: rows of pools, slots of runs and blocks, and columns of rings, in Python, numpy and MLX alike."""
+"""Layout: rows of pools, contiguous slots and those of blocks, and columns of rings, in Python, numpy and MLX alike."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_each_slot_and_head_has_one_row_of_the_pool(convert, num_heads, head_spa
     assert {(h, slot): rows[h, slot] for h in range(num_heads) for slot in range(num_slots)} == expected
     assert layout.pool_rows(num_slots - 1, num_heads - 1, num_heads, head_span) == rows[-1, -1]
     size = layout.pool_size(num_slots, num_heads)
-    assert layout.spare_row(size) == rows.size == rows.max() + 1 == size - 1
+    assert layout.spare_pool_row(size) == rows.size == rows.max() + 1 == size - 1
 
 
 @pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
@@ -38,21 +38,21 @@ def test_a_column_of_a_ring_has_the_last_position_with_that_column(convert, widt
     assert np.array_equal(np.array(layout.ring_column(convert(positions), width)), columns)
 
 
-@given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=3), width=st.integers(1, 8), run=st.integers(1, 9))
-def test_a_table_of_runs_names_the_slot_of_each_position(lengths, width, run):
-    table = layout.run_table(np.array(lengths), width, run)
-    ring = layout.run_table(np.array(lengths), width, run, ring=True)
+@given(lengths=st.lists(st.integers(0, 12), min_size=1, max_size=3), width=st.integers(1, 8), stride=st.integers(1, 9))
+def test_a_table_of_contiguous_slots_has_the_slot_of_each_position(lengths, width, stride):
+    table = layout.contiguous_table_of_lengths(np.array(lengths), width, stride)
+    ring = layout.contiguous_table_of_lengths(np.array(lengths), width, stride, ring=True)
     assert table.dtype == ring.dtype == np.int32
     for row, length in enumerate(lengths):
         expected, expected_ring = [-1] * width, [-1] * width
-        for position in range(min(length, run)):
+        for position in range(min(length, stride)):
             if position < width:
-                expected[position] = layout.slots_of_run(row, position, run)
+                expected[position] = layout.contiguous_slots(row, position, stride)
             if position >= length - width:
-                expected_ring[layout.ring_column(position, width)] = layout.slots_of_run(row, position, run)
+                expected_ring[layout.ring_column(position, width)] = layout.contiguous_slots(row, position, stride)
         assert table[row].tolist() == expected
         assert ring[row].tolist() == expected_ring
-    assert layout.contiguous_table(len(lengths), run).reshape(-1).tolist() == list(range(len(lengths) * run))
+    assert layout.contiguous_table(len(lengths), stride).reshape(-1).tolist() == list(range(len(lengths) * stride))
 
 
 @given(blocks=st.lists(st.integers(0, 9), max_size=4), block_size=st.integers(1, 4))

@@ -17,7 +17,7 @@ WIDTH = 8
 # The memory of a write depends on the call's tokens, not on the slots
 
 
-def index_of_runs(slots: int, dropped: bool) -> CacheIndex:
+def contiguous_index(slots: int, dropped: bool) -> CacheIndex:
     index = CacheIndex.rows(slots // 2, [3, 0]).limit_context(64).window(5)
     return index if not dropped else CacheIndex.from_walk(index.walk()[0], [index.walk()[1][0] - 9, index.walk()[1][1]])
 
@@ -50,7 +50,7 @@ def every_index(slots: int, dropped: bool) -> CacheIndex:
 @pytest.mark.usefixtures("compiling")
 @pytest.mark.parametrize("dropped", [False, True], ids=["stored", "all dropped"])
 @pytest.mark.parametrize(
-    "make_index", [index_of_runs, index_of_blocks, shared_sequence_index, heads_index, draft_index, every_index]
+    "make_index", [contiguous_index, index_of_blocks, shared_sequence_index, heads_index, draft_index, every_index]
 )
 def test_a_compiled_step_needs_no_more_memory_for_more_slots(make_index, dropped: bool):
     """A step that writes and reads the keys and values of a layer allocates only what its few tokens need."""
@@ -94,7 +94,7 @@ def test_a_compiled_step_needs_no_more_memory_for_more_slots(make_index, dropped
 def _num_written_rows(make_index) -> int:
     """How many rows of the second pool the tokens change (the first pool already has ones, which the tokens store)."""
     return {
-        index_of_runs: 3,
+        contiguous_index: 3,
         index_of_blocks: 2,
         shared_sequence_index: 2,
         heads_index: 8,
@@ -108,7 +108,7 @@ def test_a_copy_of_rows_is_made_in_place():
     pools.evaluate()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    pools.copy_rows([0, 1], [5, MANY - 1])
+    pools.copy_pool_rows([0, 1], [5, MANY - 1])
     assert mx.get_peak_memory() - before < 65536
 
 
@@ -129,7 +129,7 @@ def test_pools_can_be_put_back_after_a_step():
 
 
 @pytest.mark.parametrize(
-    "use", [Pools.take, Pools.evaluate, lambda pools: pools.arrays, lambda pools: pools.copy_rows([0], [1])]
+    "use", [Pools.take, Pools.evaluate, lambda pools: pools.arrays, lambda pools: pools.copy_pool_rows([0], [1])]
 )
 def test_the_error_of_pools_that_were_taken_shows_the_right_code(use):
     pools = two_pools()
@@ -239,14 +239,14 @@ def test_an_evaluation_without_waiting_does_not_copy():
     assert mx.get_peak_memory() - before < MANY * WIDTH
 
 
-def test_copy_rows_copies_rows_of_each_pool():
+def test_copy_pool_rows_copies_rows_of_each_pool():
     pools = Pools([mx.arange(5, dtype=mx.int32), mx.arange(10, dtype=mx.float32).reshape(5, 2)])
-    pools.copy_rows([0, 4], [3, 1])
+    pools.copy_pool_rows([0, 4], [3, 1])
     assert_same_bits(pools.arrays[0], np.int32([0, 4, 2, 0, 4]))
     assert_same_bits(pools.arrays[1][:, 0], np.float32([0, 8, 4, 0, 8]))
-    pools.copy_rows([], [])
-    with pytest.raises(CacheError, match="target_rows"):
-        pools.copy_rows([0], [1, 2])
+    pools.copy_pool_rows([], [])
+    with pytest.raises(CacheError, match="target_pool_rows"):
+        pools.copy_pool_rows([0], [1, 2])
 
 
 def test_dropped_pools_cannot_be_taken_and_can_be_dropped_again():

@@ -23,7 +23,7 @@ def visible_values(mask: np.ndarray, positions: np.ndarray, values: np.ndarray) 
 
 class RingSequences:
     """Sequences of several lengths and the value at each position: for a ReferenceIndex over all positions, and in the
-    slots of rings, in runs of `width` slots or blocks of a few, where every other slot is NaN."""
+    slots of rings, `width` contiguous slots or blocks of a few, where every other slot is NaN."""
 
     def __init__(self, rng: np.random.Generator, rows: int, width: int, window: int, block: int | None):
         self.rng, self.width, self.window, self.block = rng, width, window, block

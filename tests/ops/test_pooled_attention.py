@@ -91,7 +91,7 @@ def test_steps_over_pools_are_attention_over_each_row_alone(paged, data):
         head_index = index.for_heads(KV, block)
         if pool_form != "two pools":
             head_index = head_index.for_key_value_pool(KV * rows * capacity)
-        head_index = head_index.with_spare_row(pool_heads * rows * capacity) if spare else head_index
+        head_index = head_index.with_spare_pool_row(pool_heads * rows * capacity) if spare else head_index
         pool_inputs = pools if len(pools) == 2 else [pools[0], None]
         sink_inputs = () if sinks is None else (mx.array(sinks),)
         one_tensor = [mx.array(np.concatenate([k, v], axis=1)), None]

@@ -15,16 +15,16 @@ from mlx_transmuter.runtime.steps.pooled import as_window_ring, ring_index, run_
 
 
 class DraftStepInputs(NamedTuple):
-    """pools, block_table, window_table, extra_inputs: see PooledStepInputs. tokens: int32 [rows, seq].
+    """pools, slot_table, window_table, extra_inputs: see PooledStepInputs. tokens: int32 [rows, seq].
 
-    positions: int32 [rows, seq], -1 for padding. slots: int32 [rows, seq], where the tokens are stored. ancestor_mask:
+    positions: int32 [rows, seq], -1 for padding. slots: int32 [rows, seq], where the tokens are written. ancestor_mask:
     bool [rows, seq, seq], whether token i sees token j.
     """
 
     pools: list[mx.array]
     tokens: mx.array
     positions: mx.array
-    block_table: mx.array
+    slot_table: mx.array
     window_table: mx.array | None
     slots: mx.array
     ancestor_mask: mx.array
@@ -50,7 +50,7 @@ class DraftStep:
         """Returns the function of the step."""
 
         def run(inputs: DraftStepInputs) -> DraftStepOutputs:
-            index = CacheIndex.make(inputs.positions, inputs.block_table)
+            index = CacheIndex.make(inputs.positions, inputs.slot_table)
             index = as_window_ring(graph, index) if self.columns.is_ring else index
             window_index = ring_index(graph, inputs.positions, inputs.window_table)
             outputs, pools = run_over_pools(

@@ -28,9 +28,9 @@ class PackedPrefillInputs(NamedTuple):
 
     @staticmethod
     def pack(
-        pools: list[mx.array], prompts: Sequence[Sequence[int]], block_table: np.ndarray, seq: int
+        pools: list[mx.array], prompts: Sequence[Sequence[int]], slot_table: np.ndarray, seq: int
     ) -> PackedPrefillInputs:
-        """Returns the inputs of prompts in one row of seq tokens; block_table [prompts, ...] has their slots."""
+        """Returns the inputs of prompts in one row of seq tokens; slot_table [prompts, ...] has their slots."""
         tokens = np.zeros((1, seq), np.int32)
         positions, slots = np.full((2, 1, seq), -1, np.int32)
         last_indices = np.zeros((1, len(prompts)), np.int32)
@@ -38,7 +38,7 @@ class PackedPrefillInputs(NamedTuple):
         for row, prompt in enumerate(prompts):
             if count := len(prompt):
                 span = slice(start, start + count)
-                tokens[0, span], positions[0, span], slots[0, span] = prompt, range(count), block_table[row, :count]
+                tokens[0, span], positions[0, span], slots[0, span] = prompt, range(count), slot_table[row, :count]
                 start += count
                 last_indices[0, row] = start - 1
         return PackedPrefillInputs(pools, *map(mx.array, (tokens, positions, slots, last_indices)))
@@ -66,7 +66,7 @@ class PackedPrefillStep:
             outputs, pools = run_over_pools(
                 graph,
                 inputs.pools,
-                CacheIndex.from_walk(signature, [inputs.positions]).store_at(inputs.slots),
+                CacheIndex.from_walk(signature, [inputs.positions]).write_at(inputs.slots),
                 self.head_span,
                 tokens=inputs.tokens,
                 positions=mx.maximum(inputs.positions, 0),

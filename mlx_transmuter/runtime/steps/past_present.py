@@ -27,14 +27,14 @@ from mlx_transmuter.runtime.steps.graph import (
 class PastPresentInputs(NamedTuple):
     """pools: to read. tokens, lengths, counts, extra_inputs, positions: see PooledStepInputs.
 
-    block_table: int32 [rows, context], or [rows, 1] for an empty context.
+    slot_table: int32 [rows, context], or [rows, 1] for an empty context.
     """
 
     pools: list[mx.array]
     tokens: mx.array
     lengths: mx.array
     counts: mx.array
-    block_table: mx.array
+    slot_table: mx.array
     extra_inputs: dict[str, mx.array]
     positions: mx.array | None
 
@@ -140,7 +140,7 @@ class _AppendedPast(_PastForm):
     def read(self, inputs: PastPresentInputs) -> tuple[list[mx.array], mx.array]:
         context, lengths = self.step.context, inputs.lengths
         columns = lengths[:, None] - context + mx.arange(context, dtype=mx.int32)
-        index = CacheIndex.make(lengths[:, None] - 1, inputs.block_table).select(columns[:, None])
+        index = CacheIndex.make(lengths[:, None] - 1, inputs.slot_table).select(columns[:, None])
         mask = mx.concatenate([columns >= 0, is_token(inputs.counts, self.step.seq)], axis=1)
         return self.read_pools(inputs, index, selected=True), mask
 
@@ -149,7 +149,7 @@ class _InPlacePast(_PastForm):
     """The past is a buffer into which the graph writes, after as many rows as the mask counts, padding included."""
 
     def read(self, inputs: PastPresentInputs) -> tuple[list[mx.array], mx.array]:
-        index = CacheIndex.make(inputs.lengths[:, None] - 1, inputs.block_table)
+        index = CacheIndex.make(inputs.lengths[:, None] - 1, inputs.slot_table)
         mask = mx.arange(self.step.context, dtype=mx.int32) < inputs.lengths[:, None] + self.step.seq
         return self.read_pools(inputs, index), mask
 
@@ -163,9 +163,9 @@ class _GrowingPast(_PastForm):
     """The past has its exact length, the same for all rows: the graph takes the positions from it."""
 
     def read(self, inputs: PastPresentInputs) -> tuple[list[mx.array], mx.array]:
-        rows, context = inputs.block_table.shape[0], self.step.context
+        rows, context = inputs.slot_table.shape[0], self.step.context
         if context:
-            past = self.read_pools(inputs, CacheIndex.make(inputs.lengths[:, None] - 1, inputs.block_table))
+            past = self.read_pools(inputs, CacheIndex.make(inputs.lengths[:, None] - 1, inputs.slot_table))
         else:
             empty = self.graph.step_inputs.empty_past(rows)
             past = [empty[pair.past] for pair in self.graph.signature.cache_pairs]

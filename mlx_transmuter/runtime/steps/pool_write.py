@@ -9,20 +9,20 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_transmuter.cache import CacheIndex
-from mlx_transmuter.cache.layout import spare_row
+from mlx_transmuter.cache.layout import spare_pool_row
 from mlx_transmuter.runtime.steps.graph import DecoderGraph
 
 
 class PoolWriteInputs(NamedTuple):
     """pools: taken from their owner. new_vectors: [rows · heads, seq, head_dim] for each pool.
 
-    positions: int32 [rows, seq], -1 for padding. block_table: int32 [rows, context].
+    positions: int32 [rows, seq], -1 for padding. slot_table: int32 [rows, context].
     """
 
     pools: list[mx.array]
     new_vectors: list[mx.array]
     positions: mx.array
-    block_table: mx.array
+    slot_table: mx.array
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class PoolWrite:
         """Returns the function that returns the pools with the vectors in them."""
 
         def run(inputs: PoolWriteInputs) -> list[mx.array]:
-            index = CacheIndex.make(inputs.positions, inputs.block_table)
+            index = CacheIndex.make(inputs.positions, inputs.slot_table)
             return [
                 index.for_heads(spec.heads, self.head_span)
-                .with_spare_row(spare_row(pool.shape[0]))
+                .with_spare_pool_row(spare_pool_row(pool.shape[0]))
                 .write(spec.encode(vectors), pool)
                 for pool, vectors, spec in zip(inputs.pools, inputs.new_vectors, graph.pool_specs, strict=True)
             ]

@@ -24,8 +24,8 @@ from mlx_transmuter.runtime.steps.graph import (
 class PooledStepInputs(NamedTuple):
     """pools: taken from their owner, one a cache pair. tokens: int32 [rows, seq], or embeddings [rows, seq, dim].
 
-    lengths, counts: int32 [rows], the tokens of each row before the step, and those in it. block_table: int32 [rows,
-    context], that of a ring where the columns are one; None where each row is one run of slots. window_table: the ring
+    lengths, counts: int32 [rows], the tokens of each row before the step, and those in it. slot_table: int32 [rows,
+    context], that of a ring where the columns are one; None where each row has contiguous slots. window_table: the ring
     of the layers with a window, None where they read as the others do. extra_inputs: the graph's other inputs and its
     states. positions: int32 [rows, seq] or [axes, rows, seq]; None for those that follow from the lengths.
     """
@@ -34,7 +34,7 @@ class PooledStepInputs(NamedTuple):
     tokens: mx.array
     lengths: mx.array
     counts: mx.array
-    block_table: mx.array | None
+    slot_table: mx.array | None
     window_table: mx.array | None
     extra_inputs: dict[str, mx.array]
     positions: mx.array | None
@@ -52,7 +52,7 @@ class PooledStepOutputs(NamedTuple):
 class PooledStep:
     """A step of seq tokens over columns of pools in which head_span slots of one head lie together.
 
-    paged: whether rows have a block table.
+    paged: whether rows have a slot table.
     """
 
     seq: int
@@ -87,7 +87,7 @@ class PooledStep:
 
     def _index(self, graph: DecoderGraph, inputs: PooledStepInputs, token_positions: mx.array) -> CacheIndex:
         if self.paged:
-            index = CacheIndex.make(token_positions, inputs.block_table)
+            index = CacheIndex.make(token_positions, inputs.slot_table)
         else:
             runs = CacheIndex.rows(self.head_span, [0] * inputs.tokens.shape[0])
             runs = runs if self.columns.is_ring else runs.limit_context(self.columns.context)
