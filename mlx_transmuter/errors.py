@@ -39,7 +39,10 @@ def abbreviate(names: Sequence[str], most: int = 8) -> str:
 
 def shorten(value: object, most: int = 80) -> str:
     """The value as Python writes it, at most that many characters of it."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no int of more than some thousands of digits
+        return f"a {type(value).__name__} that is too long to write"
     return text if len(text) <= most else text[: most - 3] + "..."
 
 

@@ -9,8 +9,11 @@ from mlx_transmuter.generation.settings import SETTINGS
 TARGET = Path(__file__).parent.parent / "docs" / "settings.md"
 HEAD = """# Settings of generation
 
-Written by `scripts/list_settings.py`. The names are those of generation_config.json, and so are the defaults and the
-ranges of transformers 4.57.6. *supported*: it does what it does there; *goldens* are results of transformers on the
+Written by `scripts/list_settings.py`. The names are those of generation_config.json; the defaults and the ranges are
+those of transformers 4.57.6, with one exception: without max_new_tokens and max_length (or with its default, 20, in
+generation_config.json) a row gets at most 256 new tokens, which is the rule of the pipelines of transformers; its
+`generate` stops at 20 tokens, prompt included. Token ids that the vocabulary lacks are refused where transformers
+refuses them. *supported*: it does what it does there; *goldens* are results of transformers on the
 models of the tests, alone and in ragged batches, greedy and with beams. *refused*: it would change the tokens and is
 not supported, so it is an error by name. *neutral*: it changes no token and takes any value. An unknown name is an
 error.

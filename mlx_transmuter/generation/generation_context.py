@@ -9,12 +9,14 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_transmuter.cache import CacheError, check_quantization
+from mlx_transmuter.errors import shorten
 from mlx_transmuter.generation.drafts.draft_acceptance import DraftSelection
 from mlx_transmuter.generation.errors import GenerationError
+from mlx_transmuter.generation.logits.custom_processors import check_processors
 from mlx_transmuter.generation.logits.processor_types import CustomProcessor
 from mlx_transmuter.generation.logits.token_selection import TokenSelection
 from mlx_transmuter.generation.setting_checks import is_integer
-from mlx_transmuter.generation.settings import Settings, max_new_tokens, resolve_settings
+from mlx_transmuter.generation.settings import Settings, check_vocabulary, max_new_tokens, resolve_settings
 from mlx_transmuter.program import ProgramError
 from mlx_transmuter.program.signature import DecoderSignature, SignatureError
 from mlx_transmuter.runtime.decoder import Decoder
@@ -122,7 +124,11 @@ def context(
     128), which changes the numbers (docs/caches.md says how much). assistant_model: a smaller model of the same
     vocabulary, which drafts tokens that the model then verifies, several in one pass; the results stay the same.
 
-    Raises GenerationError for an unknown name, a value out of range, or a setting that is not supported.
+    Without max_new_tokens and max_length, of the options and of generation_config.json, a row gets at most 256 new
+    tokens, as in the pipelines of transformers.
+
+    Raises GenerationError for an unknown name, a value out of range, token ids outside the vocabulary, a setting that
+    is not supported, processors that are no pairs of functions, and an assistant_model that is no model.
     """
     if embed is not None or image_token is not None:
         raise GenerationError(
@@ -137,17 +143,17 @@ def context(
     named = {"num_beams": num_beams, "max_new_tokens": max_new_tokens}
     options |= {name: value for name, value in named.items() if value is not None}
     config = dict(model.generation_config or {})
-    try:
-        pairs = tuple((state, process) for state, process in processors)
-    except TypeError:
-        raise GenerationError("processors", repr(processors)[:80], "pairs of functions (state, process)") from None
+    pairs = check_processors(processors)
     settings = resolve_settings(config, options)
+    signature = _decoder_signature(model)
+    if signature is not None:
+        check_vocabulary(settings, signature.vocab_size)
     if assistant_model is not None:
         _check_assistant_model(model, assistant_model, settings)
     return GenerationContext(
         model,
         settings,
-        tuple(given) or _declared_extra_inputs(model),
+        tuple(given) or (signature.extra_inputs if signature is not None else ()),
         pairs,
         token_logprobs,
         prefill_step_size or default_prefill_step_size(),
@@ -159,16 +165,15 @@ def context(
     )
 
 
-def _declared_extra_inputs(model: Any) -> tuple[str, ...]:
-    """Returns the inputs of the model's decoder beside tokens, mask, positions and cache, such as an encoder's states;
-    () for what is no decoder, which `compile` refuses."""
+def _decoder_signature(model: Any) -> DecoderSignature | None:
+    """Returns the signature of the model's decoder; None for what is no decoder, which `compile` refuses."""
     program = getattr(getattr(model, "decoder", None), "program", None)
     if program is None:
-        return ()
+        return None
     try:
-        return DecoderSignature.from_program(program).extra_inputs
+        return DecoderSignature.from_program(program)
     except (SignatureError, ProgramError):
-        return ()
+        return None
 
 
 def _require_draft_support(where: str, decoder: Decoder) -> None:
@@ -182,6 +187,8 @@ def _require_draft_support(where: str, decoder: Decoder) -> None:
 
 
 def _check_assistant_model(model: Any, assistant: Any, settings: Settings) -> None:
+    if not hasattr(assistant, "decoder"):
+        raise GenerationError("assistant_model", shorten(assistant), "a Model", "load it: mlx_transmuter.load(...)")
     for name, harmless in (("num_beams", 1), ("prompt_lookup_num_tokens", None)):
         value = getattr(settings, name)
         if value != harmless:
@@ -208,8 +215,9 @@ def compile(
     belongs to a thread. Raises GenerationError for settings with ids outside the vocabulary, for drafts where the model
     cannot verify several tokens in one pass, and for an assistant model of another vocabulary.
     """
-    if batch_size < 1:
-        raise GenerationError("batch_size", str(batch_size), "at least 1")
+    if not is_integer(batch_size) or batch_size < 1:
+        raise GenerationError("batch_size", shorten(batch_size), "a whole number of at least 1")
+    batch_size = int(batch_size)
     if decoder is None:
         rows = batch_size * ctx.settings.rows_per_prompt
         decoder = Decoder(ctx.model.decoder, rows, kv_bits=ctx.kv_bits, kv_group_size=ctx.kv_group_size)

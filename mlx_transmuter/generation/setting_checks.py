@@ -3,12 +3,19 @@ InvalidSettingValue."""
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from mlx_transmuter.generation.errors import GenerationError
+
+# Counts, lengths and token ids are int32 on a device, scores float32.
+MAX_INTEGER = 2**31 - 1
+MAX_NUMBER = float(np.finfo(np.float32).max)
 
 
 class InvalidSettingValue(Exception):
@@ -36,12 +43,22 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def integer(minimum: int) -> Callable[[Any], int]:
-    """Returns a check for an int of at least minimum."""
+def _is_boolean(value: Any) -> bool:
+    return isinstance(value, (bool, np.bool_))
+
+
+def _is_token_id(value: Any) -> bool:
+    return is_integer(value) and 0 <= value <= MAX_INTEGER
+
+
+def integer(minimum: int, maximum: int = MAX_INTEGER) -> Callable[[Any], int]:
+    """Returns a check for an int from minimum to maximum."""
 
     def check(value: Any) -> int:
         if not is_integer(value) or value < minimum:
             raise InvalidSettingValue(f"an integer of at least {minimum}")
+        if value > maximum:
+            raise InvalidSettingValue(f"an integer of at most {maximum}")
         return int(value)
 
     return check
@@ -50,7 +67,10 @@ def integer(minimum: int) -> Callable[[Any], int]:
 def number(
     low: float | None = None, high: float | None = None, *, above: float | None = None, below: float | None = None
 ) -> Callable[[Any], float]:
-    """Returns a check for a number of low to high, both included, or between above and below, both excluded."""
+    """Returns a check for a number of low to high, both included, or between above and below, both excluded.
+
+    A finite number must be one of float32, in which scores are computed.
+    """
     bounds = [
         (low, "of at least", lambda x, bound: x >= bound),
         (above, "above", lambda x, bound: x > bound),
@@ -64,6 +84,8 @@ def number(
         is_real = isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value
         if not is_real or not all(holds(value, bound) for bound, _, holds in limits):
             raise InvalidSettingValue(f"a number {described}".rstrip())
+        if abs(value) > MAX_NUMBER and not (isinstance(value, (float, np.floating)) and math.isinf(value)):
+            raise InvalidSettingValue(f"a number from {-MAX_NUMBER:.8g} to {MAX_NUMBER:.8g}, as float32 has them")
         return float(value)
 
     return check
@@ -71,14 +93,16 @@ def number(
 
 def boolean(value: Any) -> bool:
     """Takes True or False."""
-    if not isinstance(value, bool):
+    if not _is_boolean(value):
         raise InvalidSettingValue("True or False")
-    return value
+    return bool(value)
 
 
 def early_stopping(value: Any) -> bool | str:
     """Takes True, False or "never"."""
-    if not isinstance(value, bool) and value != "never":
+    if _is_boolean(value):
+        return bool(value)
+    if not isinstance(value, str) or value != "never":
         raise InvalidSettingValue("True, False or 'never'")
     return value
 
@@ -101,7 +125,7 @@ def token_ids(value: Any) -> tuple[int, ...]:
     """Takes a token id or a list of them, and returns each once."""
     if is_integer(value):
         value = [value]
-    if not _is_sequence(value) or not all(is_integer(token) and token >= 0 for token in value):
+    if not _is_sequence(value) or not all(_is_token_id(token) for token in value):
         raise InvalidSettingValue("a token id or a list of token ids")
     return tuple(dict.fromkeys(int(token) for token in value))
 
@@ -128,7 +152,7 @@ def token_sequences(value: Any) -> tuple[tuple[int, ...], ...]:
     expected = "a list of lists of token ids, none of them empty"
     if not _is_sequence(value) or not value or not all(_is_sequence(word) and word for word in value):
         raise InvalidSettingValue(expected)
-    if not all(is_integer(token) and token >= 0 for word in value for token in word):
+    if not all(_is_token_id(token) for word in value for token in word):
         raise InvalidSettingValue(expected)
     return tuple(dict.fromkeys(tuple(int(token) for token in word) for word in value))
 

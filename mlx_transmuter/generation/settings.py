@@ -1,16 +1,18 @@
 """The settings of generation: the names of generation_config.json, what each does here, and their checked values.
 
 `Settings` is the table of the supported ones, `SETTINGS` that of every name. The defaults, the meaning of null and the
-ranges are those of `GenerationConfig` and of the logits processors of transformers 4.57.6.
+ranges are those of `GenerationConfig` and of the logits processors of transformers 4.57.6, but for the number of new
+tokens: without max_new_tokens and max_length it is 256, the rule of the pipelines (see `max_new_tokens`).
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from mlx_transmuter.errors import abbreviate, shorten
 from mlx_transmuter.generation import setting_checks
 from mlx_transmuter.generation.errors import GenerationError
 
@@ -18,6 +20,8 @@ ValueCheck = Callable[[Any], Any]
 
 DEFAULT_MAX_LENGTH = 20
 DEFAULT_NEW_TOKENS = 256
+# The rows of one prompt, each of which has a cache of its own.
+MAX_ROWS_PER_PROMPT = 1024
 
 
 class _Unset:
@@ -81,7 +85,9 @@ class Settings:
     disabled_value of its Setting. The processors are listed in the order in which they apply."""
 
     # how many tokens
-    max_new_tokens: int | None = _supported_setting("most new tokens of a row", setting_checks.integer(1))
+    max_new_tokens: int | None = _supported_setting(
+        "most new tokens of a row; 256 where neither it nor max_length is set", setting_checks.integer(1)
+    )
     max_length: int | None = _supported_setting(
         "most tokens of a row, prompt included; max_new_tokens takes precedence",
         setting_checks.integer(1),
@@ -98,9 +104,13 @@ class Settings:
     )
     # how a token is selected
     do_sample: bool = _supported_setting("samples instead of taking the best token", setting_checks.boolean, False)
-    num_beams: int = _supported_setting("beams of a prompt; above 1, beam search", setting_checks.integer(1), 1)
+    num_beams: int = _supported_setting(
+        "beams of a prompt, at most 1,024; above 1, beam search", setting_checks.integer(1, MAX_ROWS_PER_PROMPT), 1
+    )
     num_return_sequences: int = _supported_setting(
-        "results per prompt, by sampling or from the beams", setting_checks.integer(1), 1
+        "results per prompt, at most 1,024, by sampling or from the beams",
+        setting_checks.integer(1, MAX_ROWS_PER_PROMPT),
+        1,
     )
     length_penalty: float = _supported_setting(
         "power of the length that divides a beam's score", setting_checks.number(), 1.0
@@ -145,7 +155,10 @@ class Settings:
         "NaN becomes 0, infinite the largest finite value", setting_checks.boolean, False, has_goldens=False
     )
     exponential_decay_length_penalty: tuple[int, float] | None = _supported_setting(
-        "(start, factor): raises the score of the eos more with each token after start", setting_checks.decay_pair
+        "(start, factor): raises the score of the eos more with each new token after start. Where min_length or "
+        "min_new_tokens removes the eos, its score is then NaN: a greedy row ends there, before the minimum, as in "
+        "transformers; beams end after the minimum",
+        setting_checks.decay_pair,
     )
     suppress_tokens: tuple[int, ...] = _supported_setting(
         "tokens that are never selected", setting_checks.unbounded_token_ids, ()
@@ -286,6 +299,8 @@ SETTINGS: dict[str, Setting] = {
 def resolve_settings(generation_config: Mapping[str, Any], options: Mapping[str, Any]) -> Settings:
     """Returns the settings of options, else of generation_config, else the defaults of transformers.
 
+    Without max_new_tokens it is None here, and `max_new_tokens` says how many there are.
+
     None in options, or null in generation_config, switches a setting off. Unknown names of generation_config are
     ignored, as in transformers; of options they are an error that lists the near ones. Raises GenerationError for them,
     for a value out of range, and for a setting that would change the tokens and is not supported.
@@ -299,7 +314,7 @@ def resolve_settings(generation_config: Mapping[str, Any], options: Mapping[str,
         setting = SETTINGS.get(name)
         if setting and setting.status == "refused" and value not in setting.harmless_values:
             harmless = " or ".join(repr(value) for value in setting.harmless_values)
-            raise GenerationError(f"setting {name}", repr(value), f"{harmless}: it is not supported", setting.note)
+            raise GenerationError(f"setting {name}", shorten(value), f"{harmless}: it is not supported", setting.note)
     sampling = _resolve_value("do_sample", named_values, sampling=False)
     settings = Settings(
         **{entry.name: _resolve_value(entry.name, named_values, sampling) for entry in fields(Settings)}
@@ -318,7 +333,7 @@ def _resolve_value(name: str, named_values: Mapping[str, Any], sampling: bool) -
     try:
         return setting.check(value)
     except setting_checks.InvalidSettingValue as error:
-        raise GenerationError(f"setting {name}", repr(value), error.expected) from None
+        raise GenerationError(f"setting {name}", shorten(value), error.expected) from None
 
 
 def _check_combinations(settings: Settings) -> None:
@@ -340,6 +355,24 @@ def _check_combinations(settings: Settings) -> None:
         raise GenerationError(
             "setting exponential_decay_length_penalty", "no eos_token_id", "an eos token whose score it can raise"
         )
+
+
+def check_vocabulary(settings: Settings, vocab_size: int) -> None:
+    """Raises GenerationError for token ids that the vocabulary lacks, of the settings of which transformers checks
+    them."""
+    eos = settings.eos_token_id
+    named_ids: dict[str, Iterable[int]] = {
+        "sequence_bias": (token for tokens, _ in settings.sequence_bias for token in tokens),
+        # An eos is never a bad word.
+        "bad_words_ids": (token for word in settings.bad_words_ids if word[1:] or word[0] not in eos for token in word),
+        "forced_bos_token_id": [] if settings.forced_bos_token_id is None else [settings.forced_bos_token_id],
+        "forced_eos_token_id": settings.forced_eos_token_id,
+        "eos_token_id": eos if settings.exponential_decay_length_penalty else (),
+    }
+    for name, ids in named_ids.items():
+        if outside := sorted({token for token in ids if token >= vocab_size}):
+            found = f"the token ids {abbreviate(list(map(str, outside)))}"
+            raise GenerationError(f"setting {name}", found, f"ids below the vocabulary's {vocab_size}")
 
 
 def max_new_tokens(generation_config: Mapping[str, Any], options: Mapping[str, Any], prompt_length: int) -> int:

@@ -36,8 +36,9 @@ def generation(
     template reads besides the messages. prompt_cache: what is computed stays there, so that a later prompt which begins
     like an earlier one, or its text, runs only its own tail. assistant_model: a smaller model of the same tokenizer,
     whose drafts `model` verifies several tokens at once; prompt_lookup_num_tokens among the settings drafts from the
-    text itself. The texts are the same with any of them as without. Raises GenerationError for an unknown name or a
-    value out of range.
+    text itself. The texts are the same with any of them as without. Without max_new_tokens and max_length, here and in
+    the model's generation_config.json, a text gets at most 256 new tokens. Raises GenerationError for an unknown name
+    or a value out of range.
     """
     return TextGeneration(model, token_logprobs, chat_template_vars or {}, assistant_model, settings, prompt_cache)
 

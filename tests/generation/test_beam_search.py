@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fake_decoder import logits_after
-from fake_generation import compile_fake, run_batch
+from fake_generation import compile_fake, generated_ids, run_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_loops import score_all_sequences
@@ -171,3 +171,11 @@ def test_only_the_first_num_beams_candidates_become_finished_hypotheses():
     beams.take_candidates(candidates(-1, -2, -3, -4, -5, -6, tokens=[2, 3, 0, 1, 4, 5]))
     assert [text.is_complete for text in beams.finished_hypotheses] == [False, False]
     assert [text.tokens for text in beams.running_beams] == [(2,), (3,)]
+
+
+@pytest.mark.parametrize("minimum", [{"min_length": 9}, {"min_new_tokens": 7}])
+def test_beams_end_after_the_minimum_under_exponential_decay_and_a_greedy_row_at_its_start(minimum):
+    options = {"eos_token_id": 1, "max_new_tokens": 12, "exponential_decay_length_penalty": (2, 1.5), **minimum}
+    (greedy,), (beams,) = (generated_ids(1, [[3, 4]], num_beams=count, **options) for count in (1, 3))
+    assert len(greedy) == 3
+    assert len(beams) >= 7

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from fake_generation import fake_model
+from fake_generation import compile_fake, fake_model, run_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_loops import process_scores, warp_scores
@@ -118,6 +118,42 @@ def test_a_custom_processor_gets_the_scores_after_the_settings():
     options = {"suppress_tokens": [2], "repetition_penalty": 1.5, "max_new_tokens": 5}
     compiled_scores({**options, "processors": [(lambda row: np.zeros(1), process)]}, [([3, 4], [])], scores)
     np.testing.assert_allclose(processed[-1], process_scores(scores[0], [3, 4], [], **options), rtol=1e-6)
+
+
+def keep_logits(logits, array):
+    return logits
+
+
+def zero_state(row):
+    return np.zeros(1)
+
+
+@pytest.mark.parametrize("processors", ["x", b"xy", 3, None, {zero_state: keep_logits}])
+def test_processors_that_are_no_list_are_an_error(processors):
+    with pytest.raises(GenerationError, match=r"processors: found .*; expected a list, each entry a pair"):
+        context(fake_model(), processors=processors)
+
+
+@pytest.mark.parametrize("entry", [3, "xy", None, (zero_state,), (zero_state, 3), (None, keep_logits)])
+def test_a_processor_that_is_no_pair_of_functions_is_an_error(entry):
+    with pytest.raises(GenerationError, match=r"processor 1: found .*; expected a pair of functions"):
+        context(fake_model(), processors=[(zero_state, keep_logits), entry])
+
+
+@pytest.mark.parametrize("state", ["text", None, ["a"], [[1], [1, 2]], object()])
+def test_a_state_that_is_no_array_of_numbers_is_an_error(state):
+    with pytest.raises(GenerationError, match=r"processor 0: found a state .*; expected an array of numbers"):
+        compiled_scores({"processors": [(lambda row: state, keep_logits)]}, [([3], [])], random_scores(1, 0))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [lambda logits: logits[:5], lambda logits: logits[None], lambda logits: None, lambda logits: [0.0] * VOCAB],
+)
+def test_a_result_that_is_no_row_of_logits_is_an_error(result):
+    gen = compile_fake(1, processors=[(zero_state, lambda logits, array: result(logits))])
+    with pytest.raises(GenerationError, match=r"processor 0: found a result .*; expected logits of shape \(16,\)"):
+        run_batch(gen, [[3]])
 
 
 def test_a_state_that_changes_its_shape_is_an_error():

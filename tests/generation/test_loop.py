@@ -390,5 +390,5 @@ def test_values_that_are_no_whole_numbers_or_out_of_range_are_refused_before_any
 
 
 def test_processors_that_are_no_pairs_are_refused():
-    with pytest.raises(GenerationError, match="pairs of functions"):
+    with pytest.raises(GenerationError, match="pair of functions"):
         compile_fake(1, processors=[1])

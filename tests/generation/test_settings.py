@@ -4,13 +4,16 @@ processors."""
 from __future__ import annotations
 
 from dataclasses import fields
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fake_generation import fake_model
 
 from mlx_transmuter import generation
 from mlx_transmuter.generation import SETTINGS, GenerationError, Settings, max_new_tokens
 from mlx_transmuter.generation.settings import resolve_settings
+from mlx_transmuter.program import Program, Value
 
 
 def test_the_table_and_the_object_name_the_same_settings():
@@ -179,6 +182,17 @@ INVALID_VALUES = [
     ("num_assistant_tokens", 0),
     ("num_assistant_tokens_schedule", "never"),
     ("assistant_confidence_threshold", 1.5),
+    ("num_beams", 10**6),
+    ("num_return_sequences", 1025),
+    ("min_length", 2**31),
+    ("max_new_tokens", 2**31),
+    ("eos_token_id", [2**31]),
+    ("bad_words_ids", [[2**40]]),
+    ("repetition_penalty", 10**400),
+    ("length_penalty", -(10**400)),
+    ("length_penalty", 1e39),
+    pytest.param("encoder_repetition_penalty", 10**5000, id="more digits than Python writes"),
+    ("exponential_decay_length_penalty", (1, 10**400)),
 ]
 INVALID_SAMPLING_VALUES = [
     ("temperature", 0.0),
@@ -276,6 +290,58 @@ class _VocabOnlyDecoder:
 )
 def test_max_new_tokens_follows_the_rule_of_the_pipelines(config, options, prompt, expected):
     assert max_new_tokens(config, options, prompt) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "bound"),
+    [
+        ("num_beams", 10**6, "1024"),
+        ("min_length", 2**31, "2147483647"),
+        ("length_penalty", 1e39, "3.4028235e+38"),
+        ("repetition_penalty", 10**400, "3.4028235e+38"),
+    ],
+)
+def test_an_error_names_the_value_and_the_bound(name, value, bound):
+    with pytest.raises(GenerationError) as error:
+        resolve_settings({}, {name: value})
+    assert error.value.where == f"setting {name}"
+    assert str(value)[:40] in error.value.found
+    assert bound in error.value.expected
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_booleans_of_numpy_are_booleans(value):
+    options = {"do_sample": np.bool_(value), "early_stopping": np.bool_(value)}
+    settings = resolve_settings({}, options)
+    assert settings.do_sample is value
+    assert settings.early_stopping is value
+
+
+def test_an_infinite_bias_is_a_number():
+    assert resolve_settings({}, {"sequence_bias": [[[3], float("-inf")]]}).sequence_bias == (((3,), float("-inf")),)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, 1.5, True, "2", None])
+def test_the_size_of_a_batch_is_a_whole_number(size):
+    ctx = generation.context(fake_model())
+    with pytest.raises(GenerationError, match=r"batch_size: found .*whole number"):
+        generation.compile(ctx, size, decoder=_VocabOnlyDecoder())
+    gen = generation.compile(ctx, np.int64(2), decoder=_VocabOnlyDecoder())
+    assert (gen.batch_size, type(gen.batch_size)) == (2, int)
+
+
+def test_ids_outside_the_vocabulary_are_an_error_when_the_settings_are_made():
+    tokens, logits = Value("input_ids", "int64", ("b", "s")), Value("logits", "float32", ("b", "s", 16))
+    model = fake_model()
+    model.decoder = SimpleNamespace(program=Program((tokens,), (logits,), []))
+    with pytest.raises(GenerationError, match=r"bad_words_ids: found the token ids 16, 99; expected ids below .* 16"):
+        generation.context(model, bad_words_ids=[[3, 99], [16]])
+
+
+@pytest.mark.parametrize("assistant", [3, "model", True])
+def test_an_assistant_is_a_model(assistant):
+    with pytest.raises(GenerationError, match=f"assistant_model: found {assistant!r}; expected a Model"):
+        generation.context(fake_model(), assistant_model=assistant)
 
 
 def test_an_error_has_its_fields():

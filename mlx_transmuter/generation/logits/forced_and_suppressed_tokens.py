@@ -10,7 +10,6 @@ from mlx_transmuter.generation.logits.processor_state import ProcessorState
 from mlx_transmuter.generation.logits.processor_types import (
     LogitsProcessor,
     RowCondition,
-    check_token_ids,
     evaluated_token_mask,
     removing_processor,
 )
@@ -19,13 +18,11 @@ from mlx_transmuter.generation.logits.scores import REMOVED_SCORE
 
 def forced_bos_token_id(token: int, vocab_size: int) -> LogitsProcessor:
     """Leaves only token, with a score of 0, in rows of one token. ForcedBOSTokenLogitsProcessor."""
-    check_token_ids("forced_bos_token_id", [token], vocab_size)
     return _forcing_processor([token], vocab_size, ("length",), lambda state: state["length"] == 1)
 
 
 def forced_eos_token_id(tokens: Sequence[int], vocab_size: int) -> LogitsProcessor:
     """Leaves only tokens, with a score of 0, in rows of max_length - 1 tokens. ForcedEOSTokenLogitsProcessor."""
-    check_token_ids("forced_eos_token_id", tokens, vocab_size)
     return _forcing_processor(
         tokens, vocab_size, ("length", "max_length"), lambda state: state["length"] == state["max_length"] - 1
     )

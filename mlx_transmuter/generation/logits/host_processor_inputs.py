@@ -3,19 +3,16 @@ task's processors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter.generation.errors import GenerationError
-from mlx_transmuter.generation.logits.logits_processors import custom_state_name
+from mlx_transmuter.generation.logits.custom_processors import compute_state, custom_state_name
 from mlx_transmuter.generation.logits.ngram_bans import NgramBans
 from mlx_transmuter.generation.logits.processor_state import ProcessorState, pad_to_power_of_two
 from mlx_transmuter.generation.logits.token_selection import TokenSelection
-
-NARROW_DTYPES = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32, np.dtype(np.uint64): np.uint32}
 
 
 class HostProcessorInputs:
@@ -45,8 +42,8 @@ class HostProcessorInputs:
         if self.prompt_ngrams or self.encoder_ngrams:
             banned = [self._banned_ids(row, sequence) for row, sequence in row_sequences]
             arrays["banned_ids"] = mx.array(pad_to_power_of_two(banned, self.vocab_size))
-        for index, (state, _) in enumerate(self.custom_processors):
-            states = [self._custom_state(state, row, sequence) for row, sequence in row_sequences]
+        for index in range(len(self.custom_processors)):
+            states = [self._custom_state(index, row, sequence) for row, sequence in row_sequences]
             arrays[custom_state_name(index)] = mx.array(self._stack_states(index, states))
         return arrays
 
@@ -63,13 +60,12 @@ class HostProcessorInputs:
         # The encoder's vocabulary may be larger than the decoder's.
         return sorted(token for token in banned if token < self.vocab_size)
 
-    def _custom_state(self, state: Callable[..., Any], row: int, sequence: Sequence[int] | None) -> np.ndarray | None:
+    def _custom_state(self, index: int, row: int, sequence: Sequence[int] | None) -> np.ndarray | None:
         if sequence is None:
             return None
         prompt = self.prompts[self.settings.prompt_of(row)]
         view = {"prompt": list(prompt), "generated": list(sequence[: len(prompt) - 1 : -1]), "vocab": self.vocab_size}
-        array = np.asarray(state(view))
-        return array.astype(NARROW_DTYPES.get(array.dtype, array.dtype))
+        return compute_state(index, self.custom_processors[index][0], view)
 
     def _stack_states(self, index: int, states: list[np.ndarray | None]) -> np.ndarray:
         """Returns the rows' arrays as one; a row without a token has zeros."""

@@ -9,7 +9,6 @@ import mlx.core as mx
 from mlx_transmuter.generation.logits.processor_state import ProcessorState
 from mlx_transmuter.generation.logits.processor_types import (
     LogitsProcessor,
-    check_token_ids,
     evaluated_token_mask,
     removing_processor,
 )
@@ -34,7 +33,6 @@ def exponential_decay_length_penalty(
 ) -> LogitsProcessor:
     """Adds |score| · (factor^n - 1) to the eos tokens, n new tokens after start. ExponentialDecayLengthPenalty."""
     start, factor = penalty
-    check_token_ids("eos_token_id", eos, vocab_size)
     tokens = evaluated_token_mask(eos, vocab_size)
 
     def process(scores: mx.array, state: ProcessorState) -> mx.array:

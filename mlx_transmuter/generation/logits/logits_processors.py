@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
+from mlx_transmuter.generation.logits.custom_processors import check_processor_result, custom_state_name
 from mlx_transmuter.generation.logits.forced_and_suppressed_tokens import (
     begin_suppress_tokens,
     forced_bos_token_id,
@@ -32,11 +33,11 @@ from mlx_transmuter.generation.logits.scores import HIGHEST_FINITE, LOWEST_FINIT
 from mlx_transmuter.generation.logits.sequence_biases import bad_words_ids, sequence_bias
 from mlx_transmuter.generation.logits.top_k_top_p import top_k, top_p
 from mlx_transmuter.generation.logits.typical_sampling import typical_p
-from mlx_transmuter.generation.settings import SETTINGS, Settings
+from mlx_transmuter.generation.settings import SETTINGS, Settings, check_vocabulary
 
 # The processor of each setting, of the settings and the size of the vocabulary.
 PROCESSOR_BUILDERS: dict[str, Callable[[Settings, int], LogitsProcessor]] = {
-    "sequence_bias": lambda s, vocab: sequence_bias("sequence_bias", s.sequence_bias, vocab),
+    "sequence_bias": lambda s, vocab: sequence_bias(s.sequence_bias, vocab),
     "encoder_repetition_penalty": lambda s, _: encoder_repetition_penalty(
         s.encoder_repetition_penalty, s.rows_per_prompt
     ),
@@ -94,6 +95,7 @@ def build_processors(
 
     Raises GenerationError for token ids outside the vocabulary, where transformers does.
     """
+    check_vocabulary(settings, vocab_size)
     processors: list[LogitsProcessor] = []
     for setting in SETTINGS:
         if setting == FIRST_SAMPLING_SETTING:
@@ -101,11 +103,6 @@ def build_processors(
         if setting in PROCESSOR_BUILDERS and _has_processor(settings, setting):
             processors.append(PROCESSOR_BUILDERS[setting](settings, vocab_size))
     return processors
-
-
-def custom_state_name(index: int) -> str:
-    """Returns the name in the state of what the task's processor of this index reads."""
-    return f"custom.{index}"
 
 
 def _has_processor(settings: Settings, setting: str) -> bool:
@@ -125,6 +122,9 @@ def _custom_processor(index: int, process: Callable[[mx.array, mx.array], mx.arr
     name = custom_state_name(index)
 
     def process_rows(scores: mx.array, state: ProcessorState) -> mx.array:
-        return mx.stack([process(scores[row], state[name][row]) for row in range(scores.shape[0])]).astype(mx.float32)
+        rows = [process(scores[row], state[name][row]) for row in range(scores.shape[0])]
+        for result in rows:
+            check_processor_result(index, result, scores.shape[1:])
+        return mx.stack(rows).astype(mx.float32)
 
     return LogitsProcessor((name,), process_rows)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_transmuter.generation.errors import GenerationError
 from mlx_transmuter.generation.logits.processor_state import ProcessorState, token_mask
 from mlx_transmuter.generation.logits.scores import REMOVED_SCORE
 
@@ -40,11 +39,3 @@ def evaluated_token_mask(tokens: Sequence[int], vocab_size: int) -> mx.array:
     mask = token_mask([tokens], vocab_size)
     mx.eval(mask)
     return mask
-
-
-def check_token_ids(setting: str, tokens: Sequence[int] | set[int], vocab_size: int) -> None:
-    """Raises GenerationError for token ids of a setting that the vocabulary does not have."""
-    if outside := sorted(token for token in tokens if token >= vocab_size):
-        raise GenerationError(
-            f"setting {setting}", f"the token ids {outside}", f"ids below the vocabulary's {vocab_size}"
-        )

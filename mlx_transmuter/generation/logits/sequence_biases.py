@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter.generation.logits.processor_state import NO_TOKEN, ProcessorState, pad_left
-from mlx_transmuter.generation.logits.processor_types import LogitsProcessor, check_token_ids
+from mlx_transmuter.generation.logits.processor_types import LogitsProcessor
 from mlx_transmuter.generation.logits.scores import REMOVED_SCORE
 
 BiasPairs = Sequence[tuple[tuple[int, ...], float]]
@@ -46,9 +46,8 @@ class _SequenceArrays(NamedTuple):
         return biases.at[rows, self.last_tokens[None]].add(mx.where(matched, self.biases[None], 0.0))
 
 
-def sequence_bias(setting: str, pairs: BiasPairs, vocab_size: int) -> LogitsProcessor:
+def sequence_bias(pairs: BiasPairs, vocab_size: int) -> LogitsProcessor:
     """Adds to a token's score the bias of each sequence that the token would complete. SequenceBiasLogitsProcessor."""
-    check_token_ids(setting, {token for tokens, _ in pairs for token in tokens}, vocab_size)
     single_tokens = np.zeros(vocab_size, np.float32)
     for (first, *others), bias in pairs:
         if not others:
@@ -69,7 +68,7 @@ def sequence_bias(setting: str, pairs: BiasPairs, vocab_size: int) -> LogitsProc
 def bad_words_ids(words: Sequence[tuple[int, ...]], eos: Sequence[int], vocab_size: int) -> LogitsProcessor:
     """Removes each token that would complete one of words; an eos is never a bad word. NoBadWordsLogitsProcessor."""
     biased = [(word, REMOVED_SCORE) for word in words if not (len(word) == 1 and word[0] in eos)]
-    return sequence_bias("bad_words_ids", biased, vocab_size)
+    return sequence_bias(biased, vocab_size)
 
 
 def recent_token_count(pairs: Sequence[tuple[Sequence[int], float]]) -> int:

@@ -10,7 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter.generation.float_bits import QUIET_NAN
-from mlx_transmuter.generation.logits.logits_processors import build_processors, custom_state_name
+from mlx_transmuter.generation.logits.custom_processors import custom_state_name
+from mlx_transmuter.generation.logits.logits_processors import build_processors
 from mlx_transmuter.generation.logits.processor_state import (
     FIXED_NAMES,
     ProcessorInputs,
