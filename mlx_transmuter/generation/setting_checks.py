@@ -51,6 +51,14 @@ def _is_token_id(value: Any) -> bool:
     return is_integer(value) and 0 <= value <= MAX_INTEGER
 
 
+def _is_infinite_or_float32(value: Any) -> bool:
+    try:
+        magnitude = abs(float(value))
+    except OverflowError:  # a whole number beyond float64
+        return False
+    return math.isinf(magnitude) or magnitude <= MAX_NUMBER
+
+
 def integer(minimum: int, maximum: int = MAX_INTEGER) -> Callable[[Any], int]:
     """Returns a check for an int from minimum to maximum."""
 
@@ -84,7 +92,7 @@ def number(
         is_real = isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value
         if not is_real or not all(holds(value, bound) for bound, _, holds in limits):
             raise InvalidSettingValue(f"a number {described}".rstrip())
-        if abs(value) > MAX_NUMBER and not (isinstance(value, (float, np.floating)) and math.isinf(value)):
+        if not _is_infinite_or_float32(value):
             raise InvalidSettingValue(f"a number from {-MAX_NUMBER:.8g} to {MAX_NUMBER:.8g}, as float32 has them")
         return float(value)
 
