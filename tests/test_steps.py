@@ -254,7 +254,8 @@ def test_a_step_has_no_operation_that_metal_lacks(name, pooled, loaded, monkeypa
     monkeypatch.setattr(pooled_attention, "_has_attention_kernel", lambda: True)  # as on Metal
     settings = {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.9, "repetition_penalty": 1.2}
     ctx = generation.context(model, max_new_tokens=3, eos_token_id=[], token_logprobs=True, **settings)
-    generation.generate(generation.compile(ctx, 2), [[5, 6, 7], [9] * 11], [0, 1])
+    gen = generation.compile(ctx, 2)  # which the compiled functions do not keep alive
+    generation.generate(gen, [[5, 6, 7], [9] * 11], [0, 1])
     names = {function.__qualname__ for function, _ in calls.values()}
     assert len(names) >= 2, names
     for function, inputs in calls.values():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -73,7 +75,7 @@ class KVCache:
         self.pool_specs = tuple(pool_specs)
         self.block_size, self.max_slots, self.contiguous_stride = block_size, max_slots, contiguous_stride
         self.copied_slots = 0
-        self.in_use = False
+        self._use_lock = threading.Lock()  # locked from the beginning of a use to its end, in any thread
         self.block_manager = BlockManager(num_slots, block_size)
         self.pools = self._empty_pools(num_slots)
 
@@ -87,6 +89,27 @@ class KVCache:
         """The bytes of one slot in all pools."""
         return sum(spec.slot_nbytes for spec in self.pool_specs)
 
+    # Use, by one session at a time or by what reads or changes all that is stored
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a session, or a `use_alone`, is not over."""
+        return self._use_lock.locked()
+
+    @contextmanager
+    def use_alone(self) -> Iterator[None]:
+        """Keeps sessions of all threads away. Raises CacheError where one is open."""
+        self._begin_use()
+        try:
+            yield
+        finally:
+            self._use_lock.release()
+
+    def _begin_use(self) -> None:
+        if not self._use_lock.acquire(blocking=False):
+            do = "Finish the session before, or give each session a cache of its own."
+            raise CacheError("a prompt cache", "a session that is not over", "one session at a time", do)
+
     # Sequences
 
     def open_sequences(
@@ -99,31 +122,30 @@ class KVCache:
         `close_sequences` ends. Raises CacheError for a second one, and for rows that need more slots than max_slots
         allows.
         """
-        if self.in_use:
-            do = "Finish the session before, or give each session a cache of its own."
-            raise CacheError("a prompt cache", "a session that is not over", "one session at a time", do)
+        self._begin_use()
         sequences: list[int | None] = [None] * len(prompts)
         stored = [0] * len(prompts)
-        for row, (prompt, max_length) in enumerate(zip(prompts, max_lengths, strict=True)):
-            if max_length:
-                sequences[row], stored[row] = self.block_manager.open(prompt)
-        if equal_prefixes:
-            stored = self._equalize_prefixes(prompts, sequences, stored)
         try:
+            for row, (prompt, max_length) in enumerate(zip(prompts, max_lengths, strict=True)):
+                if max_length:
+                    sequences[row], stored[row] = self.block_manager.open(prompt)
+            if equal_prefixes:
+                stored = self._equalize_prefixes(prompts, sequences, stored)
             self._ensure_free_slots(self._slots_needed(stored, max_lengths))
         except BaseException:  # too many tokens, no memory, Ctrl-C
             self.close_sequences(sequences)
             raise
-        self.in_use = True
         return sequences, stored
 
     def close_sequences(self, sequences: Sequence[int | None]) -> None:
         """Ends a session's sequences. Stored prefixes stay, unless a step failed and took the pools with it."""
-        self.in_use = False
-        if self.pools.is_taken:
-            self.clear()
-        else:
-            self._free_sequences(sequences)
+        try:
+            if self.pools.is_taken:
+                self.clear()
+            else:
+                self._free_sequences(sequences)
+        finally:
+            self._use_lock.release()
 
     def append(self, sequence: int, count: int) -> None:
         """Gives slots to `count` more tokens of the sequence; a shared block that it now writes to is copied."""

@@ -33,7 +33,8 @@ class PrefixStore:
 
     def __init__(self, block_size: int):
         self.block_size = block_size
-        self._block_of_prefix: dict[_PrefixKey, int] = {}
+        # One look-up gives a block and the number of its prefix, so that `matching_blocks` is right in any thread.
+        self._block_of_prefix: dict[_PrefixKey, tuple[int, int]] = {}
         self._prefix_of_block: dict[int, tuple[int, _PrefixKey]] = {}  # block → the number of its prefix, its key
         self._blocks_after: dict[int, set[int]] = {}  # number of a prefix → the stored blocks that follow
         self._last_prefix = EMPTY_PREFIX
@@ -60,24 +61,28 @@ class PrefixStore:
 
     def find(self, prefix: int, tokens: BlockTokens) -> int | None:
         """The block that holds these tokens after the prefix of that number, or None."""
-        return self._block_of_prefix.get((prefix, tokens))
+        block, _ = self._block_of_prefix.get((prefix, tokens), (None, None))
+        return block
 
     def matching_blocks(self, prompt: Sequence[int | None]) -> Iterator[tuple[int, BlockTokens]]:
-        """The stored blocks with which the prompt begins, and their tokens; never the block of its last token."""
+        """The stored blocks with which the prompt begins, and their tokens; never the block of its last token.
+
+        Any thread may iterate while another stores and evicts: the number of a prefix is never used twice.
+        """
         prefix = EMPTY_PREFIX
         for start in range(0, (len(prompt) - 1) // self.block_size * self.block_size, self.block_size):
             tokens = tuple(prompt[start : start + self.block_size])
-            block = self.find(prefix, tokens)
-            if block is None:
+            found = self._block_of_prefix.get((prefix, tokens))
+            if found is None:
                 return
+            block, prefix = found
             yield block, tokens
-            prefix = self.prefix(block)
 
     def add(self, prefix: int, tokens: BlockTokens, block: int) -> None:
         """Stores a block that has a user, of these tokens after the prefix of that number."""
         assert block not in self._prefix_of_block, "a stored block's key never changes"
         self._last_prefix += 1
-        self._block_of_prefix[prefix, tokens] = block
+        self._block_of_prefix[prefix, tokens] = block, self._last_prefix
         self._prefix_of_block[block] = (self._last_prefix, (prefix, tokens))
         self._blocks_after.setdefault(prefix, set()).add(block)
 
@@ -92,8 +97,8 @@ class PrefixStore:
                 break
             if self.find(prefix, block_tokens) is None:
                 self.add(prefix, block_tokens, block)
-            stored.append(self._block_of_prefix[prefix, block_tokens])
-            prefix = self.prefix(stored[-1])
+            stored_block, prefix = self._block_of_prefix[prefix, block_tokens]
+            stored.append(stored_block)
         for block in reversed(stored):
             if block in self._evictable:
                 self._evictable.move_to_end(block)

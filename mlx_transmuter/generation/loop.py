@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from mlx_transmuter.generation.batch import Batch, StepOutput
@@ -45,14 +46,18 @@ def generate_steps(
 
 
 def run_to_end(steps: GenerationSteps, on_step: Callable[[StepOutput], Any] | None = None) -> list[GenerationResult]:
-    """Runs the remaining steps of `generate_steps`, calls on_step with each, and returns the results."""
-    while True:
-        try:
-            step = next(steps)
-        except StopIteration as end:
-            return end.value
-        if on_step is not None:
-            on_step(step)
+    """Runs the remaining steps of `generate_steps`, calls on_step with each, and returns the results.
+
+    An error of on_step, and Ctrl-C, close the steps: a traceback that refers to them keeps no run open.
+    """
+    with closing(steps):
+        while True:
+            try:
+                step = next(steps)
+            except StopIteration as end:
+                return end.value
+            if on_step is not None:
+                on_step(step)
 
 
 def _generate_groups(batch: Batch) -> GenerationSteps:

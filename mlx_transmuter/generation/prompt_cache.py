@@ -4,10 +4,11 @@ earlier one runs its tail alone."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
-from mlx_transmuter.cache import KVCache
+from mlx_transmuter.cache import CacheError, KVCache
 from mlx_transmuter.generation import prompt_cache_file
 from mlx_transmuter.generation.errors import GenerationError
 from mlx_transmuter.generation.setting_checks import is_integer
@@ -97,13 +98,24 @@ class PromptCache:
 
     def clear(self) -> None:
         """Drops everything, and frees the memory. Raises GenerationError while a run uses it."""
-        if self.kv_cache.in_use:
-            raise GenerationError("prompt_cache", "a run that is not over", "a cache that no run uses")
-        self.kv_cache.clear()
+        with self._without_runs():
+            self.kv_cache.clear()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes what is stored to a safetensors file, whole or not at all (see prompt_cache_file)."""
-        prompt_cache_file.save_prompt_cache(path, self.kv_cache, self.module, self.kv_bits, self.kv_group_size)
+        """Writes what is stored to a safetensors file, whole or not at all (see prompt_cache_file). Raises
+        GenerationError while a run uses it, and for a path that can't be written."""
+        with self._without_runs():
+            prompt_cache_file.save_prompt_cache(path, self.kv_cache, self.module, self.kv_bits, self.kv_group_size)
+
+    @contextmanager
+    def _without_runs(self) -> Iterator[None]:
+        """Keeps runs of all threads away. Raises GenerationError while one uses the cache."""
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self.kv_cache.use_alone())
+            except CacheError:
+                raise GenerationError("prompt_cache", "a run that is not over", "a cache that no run uses") from None
+            yield
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Any, **limits: Any) -> PromptCache:

@@ -32,9 +32,12 @@ class RowGroup:
         self.member_rows = [row for row in self.all_rows if self.prompt_of(row) in prompt_indices]
         self.lengths = [0] * len(self.all_rows)
         self.max_lengths = [self._max_length(row) if row in self.member_rows else 0 for row in self.all_rows]
-        self.session = self._begin_session()
         self._rows: dict[int, Row] = {}
         self.host_inputs = HostProcessorInputs(self.selection, batch.prompts, batch.encoder_input_ids)
+        # The last that can fail: the caller closes the session.
+        self.session = self._begin_session()
+        if batch.prompt_cache is not None:
+            self.lengths = self.session.lengths.tolist()
 
     def prompt_of(self, row: int) -> int:
         """Returns the index of the prompt that a row continues."""
@@ -65,11 +68,9 @@ class RowGroup:
             return decoder.begin_session(self.max_lengths, extra_inputs, paged=paged)
         first_rows = {prompt * self.rows_per_prompt for prompt in self.prompt_indices}
         prompts = [self.prompt_tokens(row) if row in first_rows else [] for row in self.all_rows]
-        session = decoder.begin_session(
+        return decoder.begin_session(
             self.max_lengths, extra_inputs, kv_cache=batch.prompt_cache.kv_cache, prompts=prompts
         )
-        self.lengths = session.lengths.tolist()
-        return session
 
     def prefill(self) -> mx.array | None:
         """Returns the logits after the prompts, [rows, vocab]; None if the run was cancelled.

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from mlx_transmuter import ops
 from mlx_transmuter.cache import KVCache, PoolSpec
+from mlx_transmuter.ops.compiled_function import CompiledFunction
 from mlx_transmuter.program.attention_nodes import attention_windows
 from mlx_transmuter.program.metadata import Metadata
 from mlx_transmuter.program.run_plan import RunPlan
@@ -66,7 +67,7 @@ class Decoder:
         step_inputs = StepInputs.from_program(program, self.signature, max_positions=self.max_positions)
         self.graph = DecoderGraph(module, step_inputs, self.pool_specs, self.plan.row_by_row, self.max_window)
         self.vocab_size = self.signature.vocab_size
-        self._compiled_steps: dict[Step, Callable[..., Any]] = {}
+        self._compiled_steps: dict[Step, CompiledFunction] = {}
         mx.eval(module.parameters())  # a captured weight that was never evaluated would be computed anew at each call
 
     @property
@@ -176,11 +177,15 @@ class Decoder:
             expected = f"pools of {self.pool_specs}, no inputs but tokens and {self.rows} prompts"
             raise DecoderError(found, expected, "give a cache of this decoder's pools, and a decoder of tokens alone")
         sequences, stored = kv_cache.open_sequences(prompts, max_lengths, equal_prefixes=self.needs_equal_lengths)
-        slots = RowSlots(kv_cache, sequences, ring, paged=True, is_shared=True)
-        return CacheSession(self, max_lengths, inputs, slots, stored)
+        try:
+            slots = RowSlots(kv_cache, sequences, ring, paged=True, is_shared=True)
+            return CacheSession(self, max_lengths, inputs, slots, stored)
+        except BaseException:  # no memory, Ctrl-C
+            kv_cache.close_sequences(sequences)
+            raise
 
     def compile_once(self, step: Step) -> Callable[[Any], Any]:
         """Returns the compiled function of a step, built at its first use."""
         if step not in self._compiled_steps:
-            self._compiled_steps[step] = mx.compile(step.build(self.graph))
+            self._compiled_steps[step] = CompiledFunction(step.build(self.graph))
         return self._compiled_steps[step]

@@ -134,8 +134,8 @@ class RowSlots:
 
     def close(self) -> None:
         """Ends the rows. Gives the pools' memory back, unless they outlive the session."""
-        if self.is_shared:
-            self.kv_cache.close_sequences([*self._sequences, *(self._draft_sequences or ())])
-            self._sequences = []
-        else:
+        sequences, self._sequences = [*self._sequences, *(self._draft_sequences or ())], []
+        if not self.is_shared:
             self.kv_cache.pools.drop()
+        elif sequences:  # of a session that is closed already, the cache may be another's
+            self.kv_cache.close_sequences(sequences)

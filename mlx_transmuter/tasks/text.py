@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import mlx.core as mx
@@ -158,29 +159,30 @@ class TextGeneration:
         count = sent = 0
         final = ""
         started = first = time.perf_counter()
-        for step in steps:
-            now = time.perf_counter()
-            token = int(step.token[0]) if step.token[0] >= 0 else None
-            if count == 0:
-                first = now
-            if token is not None:
-                count += 1
-                final += decoder.push(token) if decoder else ""
-            reason = draft_counts = None
-            end = len(final) - _stop_prefix_length(final, self.stop_strings)
-            if step.finished[0]:
-                result = self._text_result(loop.run_to_end(steps)[0])
-                final, end = result.text, len(result.text)
-                reason, draft_counts = result.finish_reason, result.draft_counts
-            piece = Piece(final[sent:end])
-            sent = end
-            piece.token, piece.finish_reason, piece.draft_counts = token, reason, draft_counts
-            piece.logprobs = float(step.logprob[0]) if step.logprob is not None and token is not None else None
-            piece.prompt_tokens, piece.generation_tokens = prompt_tokens, count
-            piece.prompt_tps = prompt_tokens / max(first - started, 1e-9)
-            piece.generation_tps = (count - 1) / (now - first) if now > first else 0.0
-            piece.peak_memory = mx.get_peak_memory() / 1e9
-            yield piece
+        with closing(steps):  # also where a caller's error keeps this generator in a traceback
+            for step in steps:
+                now = time.perf_counter()
+                token = int(step.token[0]) if step.token[0] >= 0 else None
+                if count == 0:
+                    first = now
+                if token is not None:
+                    count += 1
+                    final += decoder.push(token) if decoder else ""
+                reason = draft_counts = None
+                end = len(final) - _stop_prefix_length(final, self.stop_strings)
+                if step.finished[0]:
+                    result = self._text_result(loop.run_to_end(steps)[0])
+                    final, end = result.text, len(result.text)
+                    reason, draft_counts = result.finish_reason, result.draft_counts
+                piece = Piece(final[sent:end])
+                sent = end
+                piece.token, piece.finish_reason, piece.draft_counts = token, reason, draft_counts
+                piece.logprobs = float(step.logprob[0]) if step.logprob is not None and token is not None else None
+                piece.prompt_tokens, piece.generation_tokens = prompt_tokens, count
+                piece.prompt_tps = prompt_tokens / max(first - started, 1e-9)
+                piece.generation_tps = (count - 1) / (now - first) if now > first else 0.0
+                piece.peak_memory = mx.get_peak_memory() / 1e9
+                yield piece
 
     def _has_stop_string(self, tokens: Sequence[int]) -> bool:
         """Whether the text of these tokens holds a stop string. It is decoded whole: a byte can change what it ends."""

@@ -16,14 +16,15 @@ import numpy as np
 from mlx_transmuter.generation.drafts.draft_tree import DraftArrays, DraftTree
 from mlx_transmuter.generation.logits.processor_state import ProcessorState
 from mlx_transmuter.generation.logits.token_selection import TokenSelection
+from mlx_transmuter.ops.compiled_function import CompiledFunction
 
 
 class DraftSelection:
-    """The selection of tokens along the draft trees of a batch, compiled once per shape."""
+    """The selection of tokens along the draft trees of a batch, compiled once per shape and thread."""
 
     def __init__(self, selection: TokenSelection):
         self.selection = selection
-        self._compiled_select = mx.compile(self._select_along_tree)
+        self._compiled_select = CompiledFunction(self._select_along_tree)
 
     def select_along_tree(
         self, logits: mx.array, state: ProcessorState, arrays: ProcessorState, drafts: DraftArrays, depth: int

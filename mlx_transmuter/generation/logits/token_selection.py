@@ -25,6 +25,7 @@ from mlx_transmuter.generation.logits.scores import LOWEST_FINITE, log_softmax, 
 from mlx_transmuter.generation.logits.sequence_biases import recent_token_count
 from mlx_transmuter.generation.logits.top_k_indices import top_k_indices
 from mlx_transmuter.generation.settings import Settings
+from mlx_transmuter.ops.compiled_function import CompiledFunction
 
 
 class BeamCandidates(NamedTuple):
@@ -41,8 +42,8 @@ class TokenSelection:
     """The selection of tokens under one set of settings, for any number of rows.
 
     `select_tokens` selects one token per row, `select_candidates` the best continuations of each prompt's beams; both
-    are compiled once per shape. `state_names` names the arrays of the state in use, `host_names` those that the host
-    computes before each token: without any, a step needs nothing of the token before it but the token itself.
+    are compiled once per shape and thread. `state_names` names the arrays of the state in use, `host_names` those that
+    the host computes before each token: without any, a step needs nothing of the token before it but the token itself.
     """
 
     def __init__(
@@ -63,9 +64,9 @@ class TokenSelection:
         if settings.do_sample:
             self.state_names.add("random_keys")
         self.candidate_count = min(settings.candidates_per_beam * settings.num_beams, settings.num_beams * vocab_size)
-        self._compiled_select = mx.compile(self.trace_selection)
-        self._compiled_rank = mx.compile(self._rank_candidates)
-        self._compiled_fork_state = mx.compile(
+        self._compiled_select = CompiledFunction(self.trace_selection)
+        self._compiled_rank = CompiledFunction(self._rank_candidates)
+        self._compiled_fork_state = CompiledFunction(
             lambda state, parents, tokens: advance_state(gather_state(state, parents), tokens)
         )
 

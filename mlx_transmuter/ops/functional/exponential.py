@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.compiled_function import CompiledFunction
+
 # The fewest elements for which fast_exp saves more than its additional operations cost.
 MIN_ELEMENTS = 2048
 # The fewest elements for which a reduction in two steps is faster, and the parts of a row that its first step leaves.
@@ -88,4 +90,4 @@ def _vector_exp(x: mx.array) -> mx.array:
     return ((rest * square + 2 * r) + 2) * bits.view(mx.float32)
 
 
-_compiled_vector_exp: Callable[[mx.array], mx.array] = mx.compile(_vector_exp)  # type: ignore[assignment]
+_compiled_vector_exp = CompiledFunction(_vector_exp)
