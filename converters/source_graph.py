@@ -9,6 +9,7 @@ from typing import Any
 
 from mlx_transmuter import ops
 from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.file_kinds import check_is_causal_decoder
 from mlx_transmuter.converters.graph.activation_quantization import quantizes_dynamically
 from mlx_transmuter.converters.onnx_reader.genai_names import apply_genai_names
 from mlx_transmuter.converters.onnx_reader.reader import read_onnx
@@ -16,6 +17,7 @@ from mlx_transmuter.converters.onnx_reader.weight_names import name_weights
 from mlx_transmuter.converters.passes.moe.traced_experts import restore_traced_experts
 from mlx_transmuter.converters.proof import proof
 from mlx_transmuter.folder_format import CHAT_TEMPLATE_FOLDER, COMPANION_FILES, read_json_object
+from mlx_transmuter.git_lfs import check_not_lfs_pointer
 from mlx_transmuter.program import Program
 from mlx_transmuter.program.signature import DecoderSignature
 from mlx_transmuter.runtime.program_walk import MAX_VALUE_BYTES
@@ -77,6 +79,7 @@ def read_source_graph(source: Path, path: Path, folder: Path, *, progress: bool 
         for name in ("config.json", "genai_config.json", "generation_config.json")
     )
     graph = apply_genai_names(read_onnx(path, progress=progress), genai)
+    check_is_causal_decoder(graph, path)
     signature = DecoderSignature.from_program(graph)
     graph = restore_traced_experts(name_weights(graph.select_outputs(signature.required_outputs)), path)
     if signature.extra_inputs:
@@ -84,7 +87,7 @@ def read_source_graph(source: Path, path: Path, folder: Path, *, progress: bool 
             path,
             f"the inputs {', '.join(signature.extra_inputs)}",
             "tokens, mask, positions and cache",
-            "convert a causal decoder",
+            "convert a decoder of text alone",
         )
     _check_device_types(graph, path)
     _check_tokenizer_vocabulary(folder, signature.vocab_size, path)
@@ -97,12 +100,14 @@ def copy_companions(source: Path, path: Path, folder: Path) -> dict[str, Path]:
     """Copies what a converted folder has of its source: configuration, tokenizer and templates, nothing that holds
     code.
 
-    A file beside the graph comes before one at the source's root. Returns where each file came from.
+    A file beside the graph comes before one at the source's root. Returns where each file came from. Raises
+    ConvertError for a pointer of Git LFS.
     """
     origins: dict[str, Path] = {}
     for place in (source, path.parent):
         for name in COMPANION_FILES:
             if (place / name).is_file():
+                check_not_lfs_pointer(place / name, ConvertError)
                 shutil.copyfile(place / name, folder / name)
                 origins[name] = place / name
         for template in (place / CHAT_TEMPLATE_FOLDER).glob("*.jinja"):

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mlx_transmuter.errors import TransmuterError
+from mlx_transmuter.git_lfs import check_not_lfs_pointer
 
 PROGRAM_FILE = "program.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -74,6 +75,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """The object of a JSON file, {} where there is no such file. Raises FolderError for anything else."""
     if not path.is_file():
         return {}
+    check_not_lfs_pointer(path, FolderError)
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

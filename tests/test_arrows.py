@@ -16,19 +16,21 @@ PACKAGES = ("mlx_transmuter", "converters")
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "notices": set(),
-    "folder_format": set(),
+    "git_lfs": set(),
+    "folder_format": {"git_lfs"},
     "precision_options": set(),
     "user_cache": {"folder_format"},
-    "tokenizer": set(),
+    "tokenizer": {"git_lfs"},
     "cache": set(),
-    "program": {"folder_format"},
+    "program": {"git_lfs", "folder_format"},
     "ops": {"program", "cache"},
     "runtime": {"program", "cache", "ops"},
     "model": {"program", "folder_format", "runtime", "tokenizer"},
     "generation": {"program", "cache", "ops", "runtime", "model"},
     "tasks": {"program", "tokenizer", "model", "generation"},
     "converters": {
-        "program", "folder_format", "precision_options", "notices", "cache", "tokenizer", "ops", "runtime", "model"
+        *("program", "git_lfs", "folder_format", "precision_options", "notices", "cache", "tokenizer", "ops", "runtime"),
+        "model",
     },
     "hub": {"folder_format", "user_cache"},
     "sources": {"folder_format", "notices", "precision_options", "hub"},
@@ -46,7 +48,7 @@ ARROWS: dict[str, set[str]] = {
 # The rooms of the converters: each may import those before it, and the errors that they share.
 CONVERTER_ROOMS = (
     *("errors", "onnx_reader", "graph", "passes", "proof", "precision"),
-    *("model_card", "source_graph", "staging", "pipeline"),
+    *("model_card", "file_kinds", "source_graph", "staging", "pipeline"),
 )
 # Those that run a program: rewrites do so through `graph` (the shape probe, parts of a program) alone.
 CONVERTER_ROOMS_WITH_RUNTIME = ("graph", "proof", "precision", "source_graph", "pipeline")

@@ -11,6 +11,7 @@ from onnx import TensorProto
 
 from mlx_transmuter.converters.errors import ConvertError
 from mlx_transmuter.folder_format import leaves_folder
+from mlx_transmuter.git_lfs import check_not_lfs_pointer
 
 
 def external_data_reader(
@@ -68,4 +69,5 @@ def locate_external_data(location: str, file: Path, name: str) -> Path:
         raise ConvertError(file, found, "the data file beside the ONNX file", f"download {location}") from None
     if not path.is_file():
         raise refusal
+    check_not_lfs_pointer(file.parent / relative, ConvertError)
     return path

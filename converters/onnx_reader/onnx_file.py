@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError, Message
 from onnx import ModelProto
 
 from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.git_lfs import check_not_lfs_pointer
 
 _DOWNLOAD_AGAIN = "download the file again"
 
@@ -19,6 +20,7 @@ def load_onnx_file(file: Path) -> ModelProto:
     """Returns the model in a file. Raises ConvertError for a file that does not hold a complete ONNX model."""
     if not file.is_file():
         raise ConvertError(file, "no such file", "an ONNX model")
+    check_not_lfs_pointer(file, ConvertError)
     try:
         model = onnx.load_model(str(file), load_external_data=False)
     except (DecodeError, ValueError, UnicodeDecodeError, RuntimeError) as error:

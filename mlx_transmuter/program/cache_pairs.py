@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_transmuter.errors import TransmuterError
+from mlx_transmuter.errors import TransmuterError, abbreviate
 from mlx_transmuter.program import Value
 
 # No axis that a graph fixes is larger.
@@ -132,9 +132,10 @@ def find_pairs(inputs: Sequence[Value], outputs: Sequence[Value]) -> tuple[Cache
             pairs |= {past.name: present.name for past, present in zip(pasts, presents, strict=True)}
             break
     if lacking := [value.name for value in named_caches if value.name not in pairs]:
+        candidates = [value.name for value in unpaired_outputs]
+        others = f"the outputs {abbreviate(candidates)}" if candidates else "no outputs left for them"
         raise SignatureError(
-            f"the cache inputs {abbreviate_names(map(repr, lacking))}, "
-            f"and outputs {abbreviate_names(value.name for value in unpaired_outputs)}",
+            f"the cache inputs {abbreviate([repr(name) for name in lacking])}, and {others}",
             "an output for each, of a like name, or as many outputs of like shapes in the same order",
             "export the model with names such as past_key_values.0.key and present.0.key",
         )
@@ -145,12 +146,6 @@ def is_cache_or_state_name(name: str) -> bool:
     """Whether the name of an input or output calls it a part of a cache, or a state."""
     words = set(_split_words(name))
     return bool(words & _CACHE_WORDS) or (bool(words & _STATE_WORDS) and "hidden" not in words)
-
-
-def abbreviate_names(names: Any) -> str:
-    """Returns the first names, and how many more there are, as text."""
-    names = list(names)
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _split_words(name: str) -> list[str]:

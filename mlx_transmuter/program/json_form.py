@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_transmuter.git_lfs import check_not_lfs_pointer
 from mlx_transmuter.program.errors import ProgramError
 from mlx_transmuter.program.onnx_dtypes import ONNX_DTYPES
 from mlx_transmuter.program.program import Node, Program, Value, WeightInfo
@@ -83,6 +84,7 @@ def load_program(path: Path) -> Program:
     """Returns the program of a program.json. Raises ProgramError for a file that is none."""
     if path.stat().st_size > MAX_PROGRAM_BYTES:
         raise ProgramError(str(path), f"{path.stat().st_size} bytes", f"at most {MAX_PROGRAM_BYTES}")
+    check_not_lfs_pointer(path, ProgramError)
     try:
         data = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from mlx_transmuter.errors import abbreviate
 from mlx_transmuter.program import Program, Value
 from mlx_transmuter.program.attention_nodes import has_fused_kv_pools
 from mlx_transmuter.program.cache_pairs import (
@@ -13,7 +14,6 @@ from mlx_transmuter.program.cache_pairs import (
     CachePair,
     SignatureError,
     StatePair,
-    abbreviate_names,
     find_pairs,
     is_cache_or_state_name,
 )
@@ -24,7 +24,8 @@ CACHE_MODES: tuple[CacheMode, ...] = ("in_place", "append", "grow")
 # Inputs of a program over pools, by their saved names: the index of the step's tokens, the same over pools that keep
 # heads apart, and the tokens of each row whose logits are computed.
 CACHE_INDEX_INPUT, HEAD_INDEX_INPUT, LOGIT_INDICES_INPUT = "index", "lanes", "ends"
-TOKEN_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids")
+EMBEDDINGS_INPUT = "inputs_embeds"
+TOKEN_INPUTS = ("input_ids", EMBEDDINGS_INPUT, "decoder_input_ids")
 MASK_INPUT, POSITIONS_INPUT, USE_CACHE_BRANCH_INPUT = "attention_mask", "position_ids", "use_cache_branch"
 LOGITS_TO_KEEP_INPUTS = ("num_logits_to_keep", "logits_to_keep")
 # The inputs of a step beside its tokens, which are removed where no node reads them.
@@ -76,7 +77,8 @@ class DecoderSignature:
             raise SignatureError(f"logits of shape {list(shape)}", "rows, positions and the size of the vocabulary", do)
         tokens = next((name for name in TOKEN_INPUTS if name in inputs), None)
         if tokens is None:
-            raise SignatureError(f"the inputs {abbreviate_names(inputs)}", "input_ids or inputs_embeds")
+            found = f"the inputs {abbreviate(list(inputs))}" if inputs else "no inputs"
+            raise SignatureError(found, f"input_ids or {EMBEDDINGS_INPUT}")
         positions = inputs.get(POSITIONS_INPUT)
         logits_to_keep = next((name for name in LOGITS_TO_KEEP_INPUTS if name in inputs), None)
         axes = 0
@@ -88,7 +90,7 @@ class DecoderSignature:
         pasts = {pair.past for pair in pairs}
         return DecoderSignature(
             token_input=tokens,
-            takes_embeddings=tokens == "inputs_embeds",
+            takes_embeddings=tokens == EMBEDDINGS_INPUT,
             mask_input=MASK_INPUT if MASK_INPUT in inputs else None,
             positions_input=POSITIONS_INPUT if positions is not None else None,
             position_axes=axes,
@@ -143,6 +145,6 @@ def _find_logits(outputs: Iterable[Value]) -> Value:
     candidates = [value for value in outputs if len(value.shape or ()) == 3 and not is_cache_or_state_name(value.name)]
     candidates = [value for value in candidates if "hidden" not in value.name]
     if len(candidates) != 1:
-        names = abbreviate_names(value.name for value in outputs)
-        raise SignatureError(f"the outputs {names}", "an output named logits, or one alone of three axes")
+        found = f"the outputs {abbreviate([value.name for value in outputs])}" if outputs else "no outputs"
+        raise SignatureError(found, "an output named logits, or one alone of three axes")
     return candidates[0]

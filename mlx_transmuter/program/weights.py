@@ -9,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_transmuter.folder_format import WEIGHTS_FILE, WEIGHTS_INDEX_FILE
+from mlx_transmuter.git_lfs import check_not_lfs_pointer
 from mlx_transmuter.program import Program, ProgramError
 
 MAX_SHARD_BYTES = 5 * 2**30
@@ -62,6 +63,7 @@ def load(folder: Path, program: Program) -> dict[str, mx.array]:
     for file in files:
         if Path(file).name != file or not (folder / file).is_file():
             raise ProgramError(str(folder), f"no file {file!r}", "the model's safetensors beside program.json")
+        check_not_lfs_pointer(folder / file, ProgramError)
         try:
             arrays |= mx.load(str(folder / file), format="safetensors")  # type: ignore[arg-type]
         except (RuntimeError, ValueError) as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_transmuter.errors import first_line
+from mlx_transmuter.git_lfs import check_not_lfs_pointer
 from mlx_transmuter.tokenizer.errors import TokenizerError
 
 # What the files may be at most; the largest tokenizer.json of the hub (Gemma 3) has 33 MB, the largest template 30 KB.
@@ -16,7 +17,8 @@ MAX_TEMPLATE_BYTES = 2**20
 
 
 def read_limited(file: Path, limit: int) -> bytes:
-    """The bytes of the file. Raises TokenizerError for more than `limit`."""
+    """The bytes of the file. Raises TokenizerError for more than `limit`, and for a pointer of Git LFS."""
+    check_not_lfs_pointer(file, TokenizerError)
     size = file.stat().st_size
     if size > limit:
         raise TokenizerError(f"{size:,} bytes", where=file, expected=f"at most {limit:,}")
