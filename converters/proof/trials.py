@@ -11,6 +11,7 @@ from mlx_transmuter.converters.errors import ConvertError
 from mlx_transmuter.converters.graph.rewriting import Rewrite, RewriteRecord
 from mlx_transmuter.converters.passes import POOL_REWRITES, apply_rewrites, had_data_dependent_shapes
 from mlx_transmuter.converters.passes.simplify.select_cache_branch import select_branch
+from mlx_transmuter.converters.proof.contradictions import find_contradiction
 from mlx_transmuter.converters.proof.plan_search import candidate_plans, first_agreeing_plan
 from mlx_transmuter.converters.proof.proof import ProofBatch, ProofCase
 from mlx_transmuter.converters.proof.reference import Reference, UnrewrittenGraph
@@ -105,15 +106,35 @@ class GraphTrials:
         self.eager = had_data_dependent_shapes(records)
         signature = DecoderSignature.from_program(self.graph)
         graph = UnrewrittenGraph(self.arrays.module(self.graph), signature, self.eager, self.path)
-        self.reference = graph.reference(self.batch, self.tolerance)
+        try:
+            self.reference = graph.reference(self.batch, self.tolerance)
+        except ConvertError:
+            self.raise_contradiction()
+            raise
         return self.reference
+
+    def raise_contradiction(self) -> None:
+        """Raises ConvertError where the unrewritten graph contradicts its own declarations or steps."""
+        signature = DecoderSignature.from_program(self.graph)
+        graph = UnrewrittenGraph(self.arrays.module(self.graph), signature, self.eager, self.path)
+        reference = self.reference
+        whole_prompts = None if reference is None or reference.token_by_token else reference.logits
+        contradiction = find_contradiction(graph, self.batch, whole_prompts, self.tolerance)
+        if contradiction is not None:
+            raise ConvertError(
+                self.path,
+                f"a file that contradicts itself: {contradiction.found}",
+                contradiction.expected,
+                "export the model again",
+                contradiction.node,
+            )
 
 
 def prove_graph_rewrites(trials: GraphTrials, rewrites: tuple[Rewrite, ...]) -> tuple[ProvedProgram, SharedArrays]:
     """Returns the graph after as many of the `rewrites`, which leave its past and present, as agree, and its arrays.
 
     Of a merged decoder this is the branch with a cache alone, if it gives what both give. Raises ConvertError where no
-    rewrites and no plan agree.
+    rewrites and no plan agree: of the file, where it contradicts itself, else of its conversion.
     """
     branch = DecoderSignature.from_program(trials.graph).use_cache_branch_input
     starts = [select_branch(trials.graph, branch, True), trials.graph] if branch else [trials.graph]
@@ -130,6 +151,7 @@ def prove_graph_rewrites(trials: GraphTrials, rewrites: tuple[Rewrite, ...]) -> 
         DecoderSignature.from_program(program)
         trials.staged.save(program)
         trials.compute_reference(records)
+    trials.raise_contradiction()
     errors = ", ".join(f"{plan}: {error}" for plan, error in trials.errors.items())
     raise ConvertError(
         trials.path,
