@@ -64,7 +64,7 @@ def _proof_lines(metadata: Metadata, plan: RunPlan) -> list[str]:
         "What the conversion proved, on random tokens, against the unrewritten graph:",
         "",
         f"- prompts of {lengths} tokens in one batch, {proof.steps} steps:"
-        f" logits within {proof.error:.1e} of their range (tolerance {proof.limit:.0e});",
+        f" logits within {proof.error:.1e} of their range (tolerance {proof.tolerance:.0e});",
         f"- the cache works in the mode `{plan.cache_mode}`;",
         # A rewrite that replaced and skipped nothing found nothing to do.
         *(_rewrite_line(rewrite) for rewrite in metadata.rewrites if rewrite.replaced or rewrite.skipped),
@@ -90,7 +90,7 @@ def _cast_lines(record: Cast) -> list[str]:
     return [
         "",
         f"Then converted to {record.dtype}: on the same prompts, logits within {record.error:.1e} of the",
-        f"graph's range (tolerance {record.limit:.0e}).",
+        f"graph's range (tolerance {record.tolerance:.0e}).",
     ]
 
 

@@ -100,7 +100,7 @@ def describe_failure(repo: str, revision: str, error: Exception) -> SourceError:
         )
     if constants.HF_HUB_OFFLINE:
         return SourceError(
-            repo, "offline (HF_HUB_OFFLINE), and not whole in the hub cache", do="go online once to download it"
+            repo, "offline (HF_HUB_OFFLINE), and incomplete in the hub cache", do="go online once to download it"
         )
     reason = (str(error).strip().splitlines() or [""])[0]
     return SourceError(
@@ -132,7 +132,7 @@ def download_files(repository: Repository, names: Sequence[str], progress: bool)
     if missing := [name for name in names if not (folder / name).is_file()]:
         # The client gives the folder as it is when the hub cannot be reached.
         raise describe_failure(
-            repository.repo, repository.revision, ConnectionError(f"{abbreviate(missing)} did not come")
+            repository.repo, repository.revision, ConnectionError(f"{abbreviate(missing)} were not downloaded")
         )
     return folder
 

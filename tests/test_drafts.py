@@ -1,4 +1,4 @@
-"""Drafts: the logits after every token of a draft tree, checked in one step, are those of plain steps along its path."""
+"""Drafts: the logits after every token of a draft tree, verified in one step, are those of plain steps along its path."""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ from mlx_transmuter.converters.passes.attention.fuse_qkv_heads import fuse_qkv_h
 from mlx_transmuter.converters.passes.attention.group_query_attention import lower_group_query_attention
 from mlx_transmuter.converters.passes.attention.pooled_attention import fuse_pooled_attention
 from mlx_transmuter.converters.passes.attention.rotary import fuse_rotary_embedding
-from mlx_transmuter.converters.passes.layers.dequantized_weights import absorb_dequantize_linear
+from mlx_transmuter.converters.passes.layers.dequantize_linear import absorb_dequantize_linear
 from mlx_transmuter.converters.passes.layers.drop_row_reshapes import drop_row_reshapes
-from mlx_transmuter.converters.passes.layers.embedding import make_embedding_layers
+from mlx_transmuter.converters.passes.layers.embedding_layers import make_embedding_layers
 from mlx_transmuter.converters.passes.layers.fuse_activations import fuse_activations
 from mlx_transmuter.converters.passes.layers.fuse_residual import fuse_residual_add
 from mlx_transmuter.converters.passes.layers.fuse_rms_norm import fuse_rms_norm
-from mlx_transmuter.converters.passes.layers.linear import make_linear_layers
-from mlx_transmuter.converters.passes.layers.matmul_nbits import make_block_quantized_layers
+from mlx_transmuter.converters.passes.layers.linear_layers import make_linear_layers
+from mlx_transmuter.converters.passes.layers.matmul_nbits import lower_matmul_nbits
 from mlx_transmuter.converters.passes.layers.merge_projections import merge_projections
 from mlx_transmuter.converters.passes.logits.last_token_logits import gather_last_token_logits
 from mlx_transmuter.converters.passes.moe.contrib_moe import expand_contrib_moe
@@ -36,8 +36,8 @@ from mlx_transmuter.converters.passes.simplify.expose_positions import expose_po
 from mlx_transmuter.converters.passes.simplify.fold_constants import fold_constants
 from mlx_transmuter.converters.passes.simplify.fold_static_shapes import fold_static_shapes
 from mlx_transmuter.converters.passes.simplify.fold_weight_transforms import fold_weight_transforms
+from mlx_transmuter.converters.passes.simplify.fuse_slices_into_split import fuse_slices_into_split
 from mlx_transmuter.converters.passes.simplify.half_precision_cache import use_half_precision_cache
-from mlx_transmuter.converters.passes.simplify.slices_to_split import fuse_slices_into_split
 from mlx_transmuter.program import Program
 from mlx_transmuter.program.renaming import rename_values
 from mlx_transmuter.program.signature import (
@@ -115,7 +115,7 @@ GRAPH_PASSES: tuple[Pass, ...] = (
         },
     ),
     Pass(
-        make_block_quantized_layers,
+        lower_matmul_nbits,
         after={make_embedding_layers: "a head that is tied to the embedding finds the embedding's table"},
     ),
     Pass(
@@ -126,7 +126,7 @@ GRAPH_PASSES: tuple[Pass, ...] = (
         drop_row_reshapes,
         after={
             make_linear_layers: "layers take rows of any shape, products of matrices do not",
-            make_block_quantized_layers: "layers take rows of any shape, products of matrices do not",
+            lower_matmul_nbits: "layers take rows of any shape, products of matrices do not",
         },
     ),
     Pass(
@@ -134,7 +134,7 @@ GRAPH_PASSES: tuple[Pass, ...] = (
         after={
             make_experts_dense: "its experts run over all tokens",
             make_linear_layers: "experts are found by their layers",
-            make_block_quantized_layers: "experts are found by their layers",
+            lower_matmul_nbits: "experts are found by their layers",
             drop_row_reshapes: "reshapes around a layer hide that experts are alike",
         },
     ),
@@ -142,7 +142,7 @@ GRAPH_PASSES: tuple[Pass, ...] = (
         merge_projections,
         after={
             make_linear_layers: "it merges layers of one input",
-            make_block_quantized_layers: "it merges layers of one input",
+            lower_matmul_nbits: "it merges layers of one input",
             expand_contrib_moe: "it merges the stacks of a mixture's experts too",
             make_switch_experts: "it merges the stacks of a mixture's experts too",
         },
@@ -182,7 +182,7 @@ POOL_PASSES: tuple[Pass, ...] = (
         gather_last_token_logits,
         after={
             make_linear_layers: "it looks for the head's layer",
-            make_block_quantized_layers: "it looks for the head's layer",
+            lower_matmul_nbits: "it looks for the head's layer",
         },
     ),
     Pass(

@@ -74,7 +74,7 @@ def cast_tensor(source: LazyTensor, dtype: str, name: str, path: Path, clip: boo
             floats = mx.where(mx.isfinite(floats), mx.clip(floats, info.min, info.max), floats)
         rounded = floats.astype(device_dtype)
         if not mx.array_equal(mx.isfinite(floats), mx.isfinite(rounded)):
-            raise ConvertError(path, f"numbers in {name} that {dtype} doesn't hold", "smaller ones", "use bfloat16")
+            raise ConvertError(path, f"numbers in {name} that {dtype} cannot represent", "smaller ones", "use bfloat16")
         if dtype == "bfloat16":
             return np.array(rounded.view(mx.uint16)).view(np.dtype("bfloat16"))
         return np.array(rounded)

@@ -4,8 +4,8 @@ activation.
 What depends on positions, masks and constants alone (the angles of a rotation, the slopes of ALiBi) holds no
 activation: it is computed in float32, and what comes of it is cast where it meets an activation. Where the exporter
 cast a half activation to float32, the values stay in float32 until the exporter casts back, a weight scales them or a
-product takes them. Sums, powers and exponentials that no rewrite has put into one node with its own float32 inside (a
-norm, a softmax) are such islands too.
+product takes them. Sums, powers and exponentials are in float32 too, unless a rewrite has put them into a node that
+computes in float32 inside (a norm, a softmax).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mlx_transmuter.program.layer_arrays import array_owner
 
 SOURCE_FLOAT_DTYPES = (*HALF_DTYPES, "float32", "float64")
 # What overflows or loses digits in a half type where it is a node of its own.
-FLOAT32_ISLAND_OPS = (
+FLOAT32_ONLY_OPS = (
     *("Softmax", "LogSoftmax", "Exp", "Log", "Pow", "Sqrt", "Reciprocal", "CumSum", "ReduceMean", "ReduceSum"),
     *("ReduceSumSquare", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceProd"),
 )
@@ -129,7 +129,7 @@ class _StateInference:
             reads_table = weights and is_op_type(node, *TABLE_READ_OPS)
             state = FloatState.HALF if reads_table else FloatState.ACTIVATION_FREE
             return state, state
-        if is_op_type(node, *FLOAT32_ISLAND_OPS):
+        if is_op_type(node, *FLOAT32_ONLY_OPS):
             return FloatState.FLOAT32, FloatState.FLOAT32
         is_product = is_op_type(node, *HALF_PRODUCT_OPS) or "Attention" in node.op
         is_scaled = any(np.prod(self.program.weights[name].shape) > 1 for name in weights)

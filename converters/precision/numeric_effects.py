@@ -38,12 +38,12 @@ def apply_float_activations(source: Program, path: Path) -> tuple[Program, dict[
     if branch:
         # Before the change: after it, what the change does and what the branches do could not be told apart.
         arrays = SharedArrays({}, {})
-        error, limit = logit_difference(arrays.module(source), arrays.module(graph))["error"], TOLERANCES["dynamic"]
-        if error > limit:
+        error, tolerance = logit_difference(arrays.module(source), arrays.module(graph))["error"], TOLERANCES["dynamic"]
+        if error > tolerance:
             raise ConvertError(
                 path,
                 f"two branches on {branch!r} whose logits differ by {error:.1e} of their range",
-                f"at most {limit:g}, to keep activations in float",
+                f"at most {tolerance:g}, to keep activations in float",
                 "convert it as it is",
             )
     return program, {"held": record.replaced_count, "declined": record.skip_reasons}
@@ -66,17 +66,17 @@ def apply_dtype(
     Raises ConvertError where they are further off than that type allows.
     """
     program = cast_dtype.cast_program(program, dtype, case.path)
-    limit = max(case.tolerance, TOLERANCES[dtype])
+    tolerance = max(case.tolerance, TOLERANCES[dtype])
     weights.save(program)
     error = case.error(weights.load().module(program))
-    if error > limit:
+    if error > tolerance:
         raise ConvertError(
             case.path,
             f"logits that differ by {error:.1e} of their range in {dtype}",
-            f"at most {limit:g}",
+            f"at most {tolerance:g}",
             "use bfloat16 or float32" if dtype == "float16" else "use float32",
         )
-    return program, {"dtype": dtype, "error": error, "limit": limit}
+    return program, {"dtype": dtype, "error": error, "limit": tolerance}
 
 
 def apply_quantization(

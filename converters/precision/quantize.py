@@ -103,7 +103,7 @@ def _quantized_arrays(layer: str, weight: LazyTensor, bits: int, group_size: int
         if not is_within_rounding_bound(floats, *quantized, bits):
             raise ConvertError(
                 path,
-                f"the weight {layer}.weight, which {bits} bits in groups of {group_size} don't hold",
+                f"the weight {layer}.weight, which {bits} bits in groups of {group_size} cannot represent",
                 "finite weights",
                 "quantize to more bits, or convert the model in floats",
             )

@@ -28,15 +28,15 @@ def candidate_plans(program: Program, signature: DecoderSignature, *, token_by_t
     if not signature.pairs:
         plans = [RunPlan("grow", "whole", padding) for padding in padding_sides]
     elif signature.use_cache_branch_input:  # the branch without a cache has no columns to leave free
-        plans = [RunPlan("grow", "parts"), RunPlan("grow", "whole")]
+        plans = [RunPlan("grow", "chunks"), RunPlan("grow", "whole")]
     elif signature.state_pairs:
         padded = [RunPlan(modes[0])] if signature.mask_input else []
-        plans = [*padded, *(RunPlan(mode, "parts", "none") for mode in modes)]
+        plans = [*padded, *(RunPlan(mode, "chunks", "none") for mode in modes)]
     else:
         plans = [RunPlan(mode) for mode in modes]
     if signature.single_row:
         plans += [replace(plan, row_by_row=True) for plan in plans]
-    return [replace(plan, prompt_mode="single") for plan in plans] if token_by_token else plans
+    return [replace(plan, prompt_mode="token by token") for plan in plans] if token_by_token else plans
 
 
 def first_agreeing_plan(

@@ -74,7 +74,7 @@ class CacheIndex:
     window_size: int | None = None
     selected_columns: mx.array | None = None  # int32 [batch, seq, k]
     write_slots: mx.array | None = None  # int32 [batch, seq], of a draft, or of a whole index that writes its tokens
-    draft_mask: mx.array | None = None  # bool [batch, seq, seq], of a draft
+    ancestor_mask: mx.array | None = None  # bool [batch, seq, seq], of a draft
     contiguous_stride: int | None = None  # row r of the table has the slots from r · contiguous_stride on, one by one
     stride_in_signature: bool = False  # whether walk reports contiguous_stride
     spare_pool_row: int | None = None  # the row of the pool where dropped values are written
@@ -168,7 +168,7 @@ class CacheIndex:
         change. On a whole index a column is a token of the batch row, or under every an entry. Replaces the selection
         it had. Raises CacheError for another shape, k = 0, a draft or a ring.
         """
-        if self.draft_mask is not None or self.is_ring:
+        if self.ancestor_mask is not None or self.is_ring:
             raise CacheError("CacheIndex.select", "a ring" if self.is_ring else "a draft", "an index without one")
         columns = as_int32("CacheIndex.select: columns", columns, [self.batch, self.seq, "k"])
         return replace(self, selected_columns=columns)
@@ -191,8 +191,8 @@ class CacheIndex:
             expected = "an index over a table, of single positions and without a selection"
             raise CacheError("CacheIndex.draft", repr(self), expected)
         write_slots = as_int32("CacheIndex.draft: slots", slots, [self.batch, self.seq])
-        draft_mask = as_bool("CacheIndex.draft: sees", sees, [self.batch, self.seq, self.seq])
-        return replace(self, write_slots=write_slots, draft_mask=draft_mask)
+        ancestor_mask = as_bool("CacheIndex.draft: sees", sees, [self.batch, self.seq, self.seq])
+        return replace(self, write_slots=write_slots, ancestor_mask=ancestor_mask)
 
     def write_at(self, slots: Any) -> CacheIndex:
         """The whole or packed index whose tokens are also written, at slots int32 [batch, seq] (-1: nowhere).
@@ -330,7 +330,7 @@ class CacheIndex:
         """The number of columns: the table's width (and seq under a draft), or a whole index's tokens or entries."""
         if self.table is None:
             return ceil_div(self.seq, self.positions_per_entry)
-        return self.batch_table.shape[1] + (0 if self.draft_mask is None else self.seq)
+        return self.batch_table.shape[1] + (0 if self.ancestor_mask is None else self.seq)
 
     def positions(self) -> mx.array:
         """The tokens' positions, int32 [batch, seq], padding 0, at most the last column of the positions' table.
@@ -357,7 +357,7 @@ class CacheIndex:
         """
         values, pool = self._checked_arrays("CacheIndex.extend", values, pool)
         pool = self._write(values, pool)
-        if self.table is not None and self.draft_mask is None:
+        if self.table is not None and self.ancestor_mask is None:
             return self._read(pool, zero_unseen), pool
         values = values.reshape(self.batch, self.seq, *pool.shape[1:])
         if self.table is not None:
@@ -400,7 +400,7 @@ class CacheIndex:
             return self.effective_positions
         shape = (self.batch, self.batch_table.shape[1])
         table_positions = mx.broadcast_to(visibility.table_column_positions(self), shape)
-        if self.draft_mask is None:
+        if self.ancestor_mask is None:
             return table_positions
         return mx.concatenate([table_positions, self.effective_positions], axis=1)
 
@@ -424,14 +424,14 @@ class CacheIndex:
             ("every", self.positions_per_entry),
             ("window", self.window_size),
             ("columns", self.selected_columns is not None),
-            ("draft", self.draft_mask is not None),
+            ("draft", self.ancestor_mask is not None),
             ("contiguous_stride", self.contiguous_stride if self.stride_in_signature else None),
             ("spare_pool_row", self.spare_pool_row),
             ("writes", self.table is None and self.write_slots is not None),
             ("ring", self.is_ring),
         )
         leaves = [self.table_row, self.token_positions, self.table, *(table for _, table in self.entry_tables)]
-        leaves += [self.selected_columns, self.write_slots, self.draft_mask]
+        leaves += [self.selected_columns, self.write_slots, self.ancestor_mask]
         return signature, [leaf for leaf in leaves if leaf is not None]
 
     @classmethod
@@ -459,7 +459,7 @@ class CacheIndex:
             window_size=window,
             selected_columns=next(rest) if has_selection else None,
             write_slots=next(rest) if has_draft or writes else None,
-            draft_mask=next(rest) if has_draft else None,
+            ancestor_mask=next(rest) if has_draft else None,
             contiguous_stride=contiguous_stride,
             stride_in_signature=contiguous_stride is not None,
             spare_pool_row=spare_pool_row,
@@ -493,7 +493,7 @@ class CacheIndex:
             entry_tables=tuple((m, per_slot(table)) for m, table in self.entry_tables),
             selected_columns=mapped(per_row, self.selected_columns),
             write_slots=mapped(per_slot, self.write_slots),
-            draft_mask=mapped(per_row, self.draft_mask),
+            ancestor_mask=mapped(per_row, self.ancestor_mask),
         )
 
     def __repr__(self) -> str:
@@ -502,7 +502,7 @@ class CacheIndex:
         words += [f"window={self.window_size}"] if self.window_size is not None else []
         words += [f"select={self.selected_columns.shape[2]}"] if self.selected_columns is not None else []
         words += ["ring"] if self.is_ring else []
-        if self.draft_mask is not None:
+        if self.ancestor_mask is not None:
             words.append("draft")
         elif self.write_slots is not None:
             words.append("write")
@@ -519,7 +519,7 @@ class CacheIndex:
     slot_mapping = cached_property(slot_mapping.slot_mapping)
 
     def _with_token_positions(self, positions: mx.array) -> CacheIndex:
-        return replace(self, token_positions=positions, selected_columns=None, write_slots=None, draft_mask=None)
+        return replace(self, token_positions=positions, selected_columns=None, write_slots=None, ancestor_mask=None)
 
     def _checked_arrays(self, where: str, values: Any, pool: Any) -> tuple[mx.array, mx.array]:
         values, pool = (x if isinstance(x, mx.array) else mx.array(x) for x in (values, pool))

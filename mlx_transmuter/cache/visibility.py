@@ -41,8 +41,8 @@ def visible_columns(index: CacheIndex) -> mx.array:
         return _visible_tokens(index)
     if index.selected_columns is not None:
         return _visible_selected_columns(index, index.selected_columns)
-    if index.draft_mask is not None:
-        return _visible_under_draft(index, index.draft_mask)
+    if index.ancestor_mask is not None:
+        return _visible_under_draft(index, index.ancestor_mask)
     return _visible_table_columns(index)
 
 
@@ -60,7 +60,7 @@ def table_column_positions(index: CacheIndex) -> mx.array:
 
     Raises CacheError for a ring that is smaller than the window and the call's further tokens.
     """
-    width = index.context if index.draft_mask is None else index.batch_table.shape[1]
+    width = index.context if index.ancestor_mask is None else index.batch_table.shape[1]
     columns = mx.arange(width, dtype=mx.int32)
     if not index.is_ring:
         return entry_end_positions(columns, index.positions_per_entry)
@@ -71,7 +71,7 @@ def table_column_positions(index: CacheIndex) -> mx.array:
 def newest_positions(index: CacheIndex) -> mx.array:
     """The greatest position of each batch row that the table holds, int32 [batch, 1]: of its tokens, or the position
     before those of a draft."""
-    if index.draft_mask is None:
+    if index.ancestor_mask is None:
         return index.effective_positions.max(axis=1, keepdims=True)
     return _oldest_positions(index.effective_positions) - 1
 
@@ -112,16 +112,16 @@ def _visible_table_columns(index: CacheIndex) -> mx.array:
     return is_visible(column_positions, index.effective_positions[:, :, None], index.window_size)
 
 
-def _visible_under_draft(index: CacheIndex, draft_mask: mx.array) -> mx.array:
+def _visible_under_draft(index: CacheIndex, ancestor_mask: mx.array) -> mx.array:
     """visible_columns of a draft: the table's columns before the draft's first position, then the draft's tokens."""
     tokens = index.effective_positions
     before_draft = table_column_positions(index)[..., None, :] < _oldest_positions(tokens)[:, :, None]
-    in_draft = is_visible(tokens[:, None, :], tokens[:, :, None], index.window_size) & draft_mask
+    in_draft = is_visible(tokens[:, None, :], tokens[:, :, None], index.window_size) & ancestor_mask
     return mx.concatenate([_visible_table_columns(index) & before_draft, in_draft], axis=2)
 
 
 def _check_ring(index: CacheIndex, width: int) -> None:
-    tokens, window = 1 if index.draft_mask is not None else index.seq, index.window_size
+    tokens, window = 1 if index.ancestor_mask is not None else index.seq, index.window_size
     if window is None or window + tokens - 1 > width:
         named_window = "no window" if window is None else f"a window of {window}"
         found = f"a ring of {width} columns, {named_window} and {tokens} tokens"

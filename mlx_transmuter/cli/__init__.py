@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from mlx_transmuter.cli.arguments import build_parser
 from mlx_transmuter.errors import TransmuterError
 
-EXIT_USAGE, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_PIPE_CLOSED = 2, 1, 130, 143, 141
+EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_PIPE_CLOSED = 1, 130, 143, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,8 +15,8 @@ SAMPLING_EPILOG = """\
 The temperature comes before top-k, top-p and min-p, as in transformers; mlx_lm applies it last, so the same flags keep
 other tokens there. What no flag says, the model's generation_config.json does."""
 PROMPT_CACHE_EPILOG = """\
-generate and chat take the file as --prompt-cache-file. They are given the whole prompt all the same, and compute what
-comes after the longest beginning that is in the file; a system prompt alone is worth a file."""
+generate and chat take the file as --prompt-cache-file. The prompt is still given whole; what comes after the longest
+beginning of it that is in the file is computed. A file of a system prompt alone saves its computation in each run."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     convert.add_argument(
         "--float-activations", action="store_true",
-        help="an 8-bit file (dynamic or QDQ) keeps its activations in float: faster, other roundings",
+        help="an 8-bit file (dynamic or QDQ) keeps its activations in float: faster, with other rounding errors",
     )  # fmt: skip
 
     inspect = command("inspect", "print a model's cache mode, inputs, operators, size and rewrites")
@@ -161,18 +161,30 @@ def _add_generation_arguments(parser: argparse.ArgumentParser) -> None:
         help="temperature of sampling; 0 is greedy",
     )
     add(
-        "--top-p", type=_number_in_range(float, 0, 1), metavar="P", help="sample among the fewest tokens with this mass"
+        "--top-p",
+        type=_number_in_range(float, 0, 1),
+        metavar="P",
+        help="sample among the fewest tokens with this total probability",
     )
     add("--top-k", type=_number_in_range(int, 0), metavar="K", help="sample among the best K tokens; 0 is all")
-    add("--min-p", type=_number_in_range(float, 0, 1), metavar="P", help="drop tokens below this part of the best one")
-    add("--seed", type=_number_in_range(int, 0), metavar="N", help="seed of sampling (default: another one each time)")
-    add("--draft-model", metavar="SOURCE", help="a smaller model of the same tokenizer that drafts tokens; same text")
+    add(
+        "--min-p",
+        type=_number_in_range(float, 0, 1),
+        metavar="P",
+        help="drop tokens below this fraction of the top probability",
+    )
+    add("--seed", type=_number_in_range(int, 0), metavar="N", help="seed of sampling (default: random)")
+    add(
+        "--draft-model",
+        metavar="SOURCE",
+        help="a smaller model of the same tokenizer that drafts tokens; output unchanged",
+    )
     add("--num-draft-tokens", type=_number_in_range(int, 1), metavar="N", help="most draft tokens at once")
     add(
         "--prompt-lookup",
         type=_number_in_range(int, 1),
         metavar="N",
-        help="draft up to N tokens from the text so far; same text",
+        help="draft up to N tokens from the text so far; output unchanged",
     )
     add("--extra-eos-token", nargs="+", default=[], metavar="TOKEN", help="more tokens, or ids, that end the text")
 

@@ -15,12 +15,12 @@ from mlx_transmuter.tasks import text
 def run(args: argparse.Namespace) -> int:
     prompt = read_prompt(args)
     model = load_model(args)
-    said = as_chat(model, args, prompt)
+    prompt_or_chat = as_chat(model, args, prompt)
     cache = PromptCache(model, **kv_settings(args))
-    once = {**kv_settings(args), "max_new_tokens": 1, "num_beams": 1, "num_return_sequences": 1, "do_sample": False}
-    text.generation(model, chat_template_vars=args.chat_template_config, prompt_cache=cache, **once)(said)
+    settings = {**kv_settings(args), "max_new_tokens": 1, "num_beams": 1, "num_return_sequences": 1, "do_sample": False}
+    text.generation(model, chat_template_vars=args.chat_template_config, prompt_cache=cache, **settings)(prompt_or_chat)
     cache.save(args.prompt_cache_file)
     size = cache.tokens * cache.kv_cache.slot_nbytes
-    said_size = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
-    print_notice(f"{cache.tokens} tokens in {args.prompt_cache_file}, of {said_size}")
+    size_text = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
+    print_notice(f"{cache.tokens} tokens in {args.prompt_cache_file}, of {size_text}")
     return 0

@@ -1,4 +1,4 @@
-"""`mlx-transmuter chat`: a conversation that keeps what was said, and what was computed of it."""
+"""`mlx-transmuter chat`: a conversation whose messages, and their keys and values, stay for the next turn."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
             cache = PromptCache(model, **kv_settings(args))
     generation = text_generation(model, args, cache)
     print_notice("/reset begins anew, Ctrl-C stops an answer, /exit or Ctrl-D leaves")
-    said = system_messages(args)
+    conversation = system_messages(args)
     while True:
         try:
             line = input("> ")
@@ -39,14 +39,14 @@ def run(args: argparse.Namespace) -> int:
         if line.strip() == "/exit":
             return 0
         if line.strip() == "/reset":
-            said = system_messages(args)
+            conversation = system_messages(args)
         elif line.strip():
             try:
-                answer = _print_answer(generation, [*said, {"role": "user", "content": line}], args.seed)
+                answer = _print_answer(generation, [*conversation, {"role": "user", "content": line}], args.seed)
             except (GenerationError, TokenizerError) as error:  # such as a conversation that grew too long
                 print_notice(f"{error} (/reset begins anew)")
                 continue
-            said += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
+            conversation += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
 
 
 def _print_answer(generation, messages: list[dict[str, str]], seed: int | None) -> str:

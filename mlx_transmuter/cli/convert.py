@@ -24,15 +24,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _quantization_spec(args: argparse.Namespace) -> dict[str, Any] | None:
-    """What the flags say of quantization; a flag that would have no effect, or that MLX has no form of, is an error."""
-    given = {"bits": args.q_bits, "group_size": args.q_group_size, "recipe": args.quant_predicate}
-    given = {name: value for name, value in given.items() if value is not None}
+    """The options of --quantize that its flags set; None without it. Ends with a usage error for flags without effect
+    and for values that MLX has no form of."""
+    flags = {"bits": args.q_bits, "group_size": args.q_group_size, "recipe": args.quant_predicate}
+    options = {name: value for name, value in flags.items() if value is not None}
     if not args.quantize:
-        if given:
+        if options:
             args.usage_error("--q-bits, --q-group-size and --quant-predicate need -q (--quantize)")
         return None
     try:
-        Quantization.of(given)
+        Quantization.of(options)
     except PrecisionError as error:
         args.usage_error(str(error))
-    return given
+    return options

@@ -12,10 +12,10 @@ from mlx_transmuter.cli.prompts import as_chat, read_prompt
 def run(args: argparse.Namespace) -> int:
     prompt = read_prompt(args)
     model = load_model(args)
-    said = as_chat(model, args, prompt)
+    prompt_or_chat = as_chat(model, args, prompt)
     cache = load_prompt_cache(model, args)
     generation = text_generation(model, args, cache)
-    pieces = generation.stream(said, seed=args.seed)
+    pieces = generation.stream(prompt_or_chat, seed=args.seed)
     if args.verbose:
         print("=" * 10)
     last = None

@@ -95,15 +95,14 @@ def _conversion_lines(metadata: Metadata) -> list[str]:
         lines.append(f"  {rewrite.replaced:6} {rewrite.name.replace('_', ' ')}")
         lines += [f"         skipped {count}: {reason}" for reason, count in rewrite.skipped.items()]
     if proof := metadata.proof:
-        lines.append(f"proof        logits within {proof.error:.1e} of their range (tolerance {proof.limit:.0e})")
+        lines.append(f"proof        logits within {proof.error:.1e} of their range (tolerance {proof.tolerance:.0e})")
     if floats := metadata.float_activations:
         lines.append(
             f"activations  in float where the file rounds them: logits move by {floats.error:.1e} of their range"
         )
     if cast := metadata.cast:
-        lines.append(
-            f"converted    to {cast.dtype}: logits within {cast.error:.1e} of their range (tolerance {cast.limit:.0e})"
-        )
+        bound = f"logits within {cast.error:.1e} of their range (tolerance {cast.tolerance:.0e})"
+        lines.append(f"converted    to {cast.dtype}: {bound}")
     if quantization := metadata.quantization:
         layers = ", ".join(f"{count} in {bits} bits" for bits, count in quantization.layers.items())
         error = f"logits move by {quantization.error:.1e} of their range"

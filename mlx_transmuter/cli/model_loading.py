@@ -1,4 +1,4 @@
-"""What the commands load: the model that was asked for, and a prompt cache."""
+"""What the commands load: the model of --model, and the prompt cache of --prompt-cache-file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEMO_FOLDER = Path(__file__).parent.parent / "demo"
 
 
 def load_model(args: argparse.Namespace) -> Model:
-    """The model of --model, or the demo model of the package, which is said."""
+    """The model of --model, or the demo model of the package with a notice."""
     if args.model is None:
         print_notice("no --model: taking the demo model that comes with the package")
     return api.load(args.model or DEMO_FOLDER, file=args.file, dtype=args.dtype, revision=args.revision)
@@ -31,11 +31,15 @@ def load_prompt_cache(model: Model, args: argparse.Namespace) -> PromptCache | N
     if args.prompt_cache_file is None:
         return None
     cache = PromptCache.load(args.prompt_cache_file, model)
-    held = (cache.kv_bits, cache.kv_group_size)
+    file_format = (cache.kv_bits, cache.kv_group_size)
     if args.kv_bits is None:
-        args.kv_bits, args.kv_group_size = held
-    elif held != (args.kv_bits, args.kv_group_size):
-        found = "keys and values as they are" if held[0] is None else f"{held[0]} bits in groups of {held[1]}"
-        wanted = f"{args.kv_bits} bits in groups of {args.kv_group_size}, as the flags say"
-        raise GenerationError(args.prompt_cache_file, found, wanted, "leave out --kv-bits, or make the file anew")
+        args.kv_bits, args.kv_group_size = file_format
+    elif file_format != (args.kv_bits, args.kv_group_size):
+        found = (
+            "keys and values without quantization"
+            if cache.kv_bits is None
+            else f"{cache.kv_bits} bits in groups of {cache.kv_group_size}"
+        )
+        expected = f"{args.kv_bits} bits in groups of {args.kv_group_size}, as the flags say"
+        raise GenerationError(args.prompt_cache_file, found, expected, "leave out --kv-bits, or make the file anew")
     return cache

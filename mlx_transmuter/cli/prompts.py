@@ -15,15 +15,15 @@ DEMO_PROMPT = "Tell me a story about a fox."
 
 def read_prompt(args: argparse.Namespace) -> str:
     """The text of --prompt and its like. Ends with a usage error where there is none."""
-    given = args.prompt if args.prompt is not None else args.prompt_file
-    if given is None and args.model is not None:
+    text = args.prompt if args.prompt is not None else args.prompt_file
+    if text is None and args.model is not None:
         args.usage_error("no prompt: give --prompt TEXT, --prompt - or --prompt-file FILE")
     if args.prompt == "-":
         try:
             return sys.stdin.buffer.read().decode("utf-8")
         except UnicodeDecodeError as error:
             args.usage_error(f"the prompt on stdin is no UTF-8: {error}")
-    return DEMO_PROMPT if given is None else given
+    return DEMO_PROMPT if text is None else text
 
 
 def as_chat(model: Model, args: argparse.Namespace, prompt: str) -> str | list[dict[str, str]]:

@@ -12,9 +12,9 @@ from mlx_transmuter.generation.float_bits import from_bits, to_bits
 from mlx_transmuter.generation.generation_context import CompiledGeneration, GenerationContext, compile, context
 from mlx_transmuter.generation.loop import generate_steps, run_to_end
 from mlx_transmuter.generation.prompt_cache import PromptCache
+from mlx_transmuter.generation.prompt_inputs import prompt_inputs
 from mlx_transmuter.generation.row import GenerationResult, Token
 from mlx_transmuter.generation.settings import SETTINGS, Settings, max_new_tokens
-from mlx_transmuter.generation.single_pass_inputs import prompt_inputs
 from mlx_transmuter.program.signature import outputs
 
 __all__ = [

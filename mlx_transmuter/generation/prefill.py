@@ -17,7 +17,7 @@ def prefill_in_chunks(
     step: Callable[[np.ndarray, list[int]], mx.array],
     sequences: Mapping[int, Sequence[int]],
     batch: Batch,
-    prompt_mode: str = "parts",
+    prompt_mode: str = "chunks",
 ) -> mx.array | None:
     """Returns the logits [rows, vocab] after the tokens sequences[r] of some rows; None if the batch was cancelled.
 

@@ -141,7 +141,7 @@ def _check_decoder(decoder: Decoder) -> None:
         _refuse_decoder("a decoder whose rows have states")
     if not decoder.pool_specs:
         _refuse_decoder("a decoder without a cache")
-    if decoder.prompt_mode != "parts":
+    if decoder.prompt_mode != "chunks":
         _refuse_decoder("a decoder that takes no chunk of a prompt after another")
 
 

@@ -152,8 +152,8 @@ def load_prompt_cache(header: PromptCacheHeader, kv_cache: KVCache, module: Prog
     expected: TensorTable = {"before": (mx.int32, (count,)), "tokens": (mx.int32, (count, kv_cache.block_size))}
     names = _past_names(module)
     expected |= {
-        name: (kind.dtype, (count * kv_cache.block_size, kind.heads * kind.width))
-        for name, kind in zip(names, kv_cache.pool_specs, strict=True)
+        name: (spec.dtype, (count * kv_cache.block_size, spec.heads * spec.width))
+        for name, spec in zip(names, kv_cache.pool_specs, strict=True)
     }
     if header.tensors != expected:
         raise _refusal(header, _describe_tensors(header.tensors), _describe_tensors(expected))
@@ -176,7 +176,10 @@ def load_prompt_cache(header: PromptCacheHeader, kv_cache: KVCache, module: Prog
         raise _refusal(header, str(error.found), str(error.expected)) from None
     kv_cache.write_slots(
         slots_of_blocks(restored, kv_cache.block_size),
-        [arrays[name].reshape(slots, k.heads, k.width) for name, k in zip(names, kv_cache.pool_specs, strict=True)],
+        [
+            arrays[name].reshape(slots, spec.heads, spec.width)
+            for name, spec in zip(names, kv_cache.pool_specs, strict=True)
+        ],
     )
 
 
@@ -193,7 +196,7 @@ def model_fingerprint(module: ProgramModule) -> str:
 
 
 def _past_names(module: ProgramModule) -> list[str]:
-    return [entry.past for entry in DecoderSignature.from_program(module.program).cache_pairs]
+    return [pair.past for pair in DecoderSignature.from_program(module.program).cache_pairs]
 
 
 def _describe_tensors(tensors: TensorTable) -> str:

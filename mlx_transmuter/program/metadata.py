@@ -38,7 +38,7 @@ class ProofSummary:
     """
 
     error: float
-    limit: float
+    tolerance: float
     tried: dict[str, Any]
     prompts: list[int]
     steps: int
@@ -68,7 +68,7 @@ class Cast:
 
     dtype: str
     error: float
-    limit: float
+    tolerance: float
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,13 @@ class QuantizationSummary:
 
 
 # The saved names of fields, where they are others.
-_JSON_NAMES = {"replaced": "held", "skipped": "declined", "remaining": "kept", "unquantized": "kept"}
+_JSON_NAMES = {
+    "tolerance": "limit",
+    "replaced": "held",
+    "skipped": "declined",
+    "remaining": "kept",
+    "unquantized": "kept",
+}
 
 
 @dataclass(frozen=True)

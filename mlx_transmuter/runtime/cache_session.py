@@ -22,7 +22,7 @@ from mlx_transmuter.runtime.steps.draft import DraftStep, DraftStepInputs
 from mlx_transmuter.runtime.steps.graph import is_token, row_positions
 from mlx_transmuter.runtime.steps.packed_prefill import PackedPrefillInputs, PackedPrefillStep
 from mlx_transmuter.runtime.steps.past_present import PastPresentInputs, PastPresentStep
-from mlx_transmuter.runtime.steps.pool_write import PoolWrite, PoolWriteInputs
+from mlx_transmuter.runtime.steps.pool_write import PoolWriteInputs, PoolWriteStep
 from mlx_transmuter.runtime.steps.pooled import PooledStep, PooledStepInputs
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class CacheSession(DecoderSession):
         step = PooledStep(seq, columns, self.kv_cache.head_span, self.row_slots.paged, positions is not None)
         outputs = self.decoder.compile_once(step)(
             PooledStepInputs(
-                extra_inputs=self._extra_inputs_and_states(),
+                extra_inputs_and_states=self._extra_inputs_and_states(),
                 tokens=tokens,
                 lengths=lengths,
                 counts=mx.array(counts),
@@ -122,7 +122,7 @@ class CacheSession(DecoderSession):
                 lengths=mx.array(np.full(rows, length, np.int32) if decoder.needs_exact_past else self.lengths),
                 counts=mx.array(counts),
                 slot_table=mx.array(self.row_slots.table(self.lengths, max(1, context))),
-                extra_inputs=self._extra_inputs_and_states(),
+                extra_inputs_and_states=self._extra_inputs_and_states(),
                 positions=positions,
             )
         )
@@ -137,7 +137,7 @@ class CacheSession(DecoderSession):
         """Writes the keys and values of the last step into the pools."""
         pending, self._pending_write = self._pending_write, None
         if pending is not None:
-            write = PoolWrite(pending.positions.shape[1], pending.slot_table.shape[1], self.kv_cache.head_span)
+            write = PoolWriteStep(pending.positions.shape[1], pending.slot_table.shape[1], self.kv_cache.head_span)
             self.pools.put(self.decoder.compile_once(write)(pending._replace(pools=self.pools.take())))
 
     def _extra_inputs_and_states(self) -> dict[str, mx.array]:

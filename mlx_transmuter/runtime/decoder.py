@@ -101,7 +101,7 @@ class Decoder:
 
     @property
     def prompt_mode(self) -> str:
-        """How prompts run (see RunPlan): in "parts" of powers of two, "whole", or "single" tokens."""
+        """How prompts run (see RunPlan): in "chunks" of powers of two, "whole", or "token by token"."""
         return self.plan.prompt_mode
 
     @property

@@ -84,6 +84,8 @@ def trace_values(
     computed = {name for node in program.nodes for name in node.outputs if name}
     values = leaves | {name: earlier_values[name] for name in computed if name in earlier_values}
     walk = ProgramWalk(values | inputs, known_names=set(leaves), last_reads={})
-    left = [node for node in program.nodes if not all(name in earlier_values for name in node.outputs if name)]
-    walk.run(replace(program, nodes=left))
+    remaining_nodes = [
+        node for node in program.nodes if not all(name in earlier_values for name in node.outputs if name)
+    ]
+    walk.run(replace(program, nodes=remaining_nodes))
     return walk.values

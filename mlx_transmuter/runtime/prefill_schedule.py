@@ -16,14 +16,14 @@ class PackedPrefillRow(NamedTuple):
     size: int
 
 
-def prefill_chunks(length: int, max_chunk: int | None = None, prompt_mode: str = "parts") -> list[int]:
+def prefill_chunks(length: int, max_chunk: int | None = None, prompt_mode: str = "chunks") -> list[int]:
     """Returns the lengths of the steps of a prompt of `length` tokens: powers of two, the largest first, none above
     max_chunk (45: 32, 8, 4, 1).
 
-    prompt_mode: what the decoder takes (see RunPlan): chunks ("parts"), the prompt at once ("whole"), or one token at a
-    time ("single").
+    prompt_mode: what the decoder takes (see RunPlan): "chunks", the prompt at once ("whole"), or one token at a time
+    ("token by token").
     """
-    if prompt_mode != "parts":
+    if prompt_mode != "chunks":
         return [length] if prompt_mode == "whole" else [1] * length
     chunks: list[int] = []
     while length:

@@ -12,7 +12,7 @@ from mlx_transmuter.runtime.buckets import Ring, power_of_two_bucket
 
 
 class RowSlots:
-    """The slots of a session's rows, and those of the draft that is being checked.
+    """The slots of a session's rows, and those of the draft that is being verified.
 
     paged: rows have blocks of slots, so that they can fork; else each row has contiguous slots. ring: the slots that a
     row keeps, however long it gets; None where rows keep all tokens. is_shared: whether the cache outlives the session,
@@ -54,7 +54,7 @@ class RowSlots:
 
     @property
     def has_draft(self) -> bool:
-        """Whether a draft is being checked."""
+        """Whether a draft is being verified."""
         return self._draft_sequences is not None
 
     def table(self, lengths: np.ndarray, width: int, *, ring: bool = False) -> np.ndarray:
@@ -81,7 +81,7 @@ class RowSlots:
         if self.ring is None or not self.paged or self.is_shared:
             return
         for sequence, length in zip(self._sequences, lengths.tolist(), strict=True):
-            if sequence is not None:  # one more than the window: a ring reads its newest in place of what nobody sees
+            if sequence is not None:  # keeps one extra slot: hidden ring columns read the newest slot
                 self.kv_cache.block_manager.free_before(sequence, max(0, length - self.ring.window))
 
     def first_positions(self) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter import generation as loop
+from mlx_transmuter import generation as generation_api
 from mlx_transmuter.errors import shorten
 from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.generation.loop import GenerationSteps
@@ -60,7 +60,9 @@ class TextGeneration:
         self.template_vars = dict(template_vars)
         if "eos_token_id" not in settings and (eos := eos_token_ids(model)):
             settings = {**settings, "eos_token_id": eos}
-        self.context = loop.context(model, token_logprobs=token_logprobs, assistant_model=assistant_model, **settings)
+        self.context = generation_api.context(
+            model, token_logprobs=token_logprobs, assistant_model=assistant_model, **settings
+        )
         self.stop_strings = self.context.settings.stop_strings
         if self.stop_strings and self.tokenizer is None:
             raise GenerationError(
@@ -69,7 +71,7 @@ class TextGeneration:
                 "a tokenizer that finds them",
                 "give eos_token_id",
             )
-        self._compiled_batches: dict[int, loop.CompiledGeneration] = {}
+        self._compiled_batches: dict[int, generation_api.CompiledGeneration] = {}
 
     def __call__(self, prompts: Prompt | Sequence[Prompt], *, seed: int | Sequence[int] | None = None) -> Any:
         """The Result of a prompt, or the list of Results of a list of prompts.
@@ -85,15 +87,15 @@ class TextGeneration:
             raise GenerationError(
                 "prompt", shorten(prompts), "a str, a list of chat messages or token ids, or a list of these"
             )
-        if one := _is_single_prompt(prompts):
+        if is_single := _is_single_prompt(prompts):
             prompts = [prompts]  # type: ignore[list-item]
         ids = [self.encode(prompt) for prompt in prompts]  # type: ignore[arg-type]
         if not ids:
             return []
-        found = [self._text_result(result) for result in loop.run_to_end(self._start_steps(ids, seed))]
+        results = [self._text_result(result) for result in generation_api.run_to_end(self._start_steps(ids, seed))]
         texts = self.context.settings.num_return_sequences
-        grouped = [found[i * texts : i * texts + texts] if texts > 1 else found[i] for i in range(len(ids))]
-        return grouped[0] if one else grouped
+        grouped = [results[i * texts : i * texts + texts] if texts > 1 else results[i] for i in range(len(ids))]
+        return grouped[0] if is_single else grouped
 
     def stream(self, prompt: Prompt, *, seed: int | None = None) -> Generator[Piece, None, None]:
         """The Pieces of one prompt's text as they become final; joined, they are the text of its Result.
@@ -140,7 +142,7 @@ class TextGeneration:
         """The steps of `generate_steps` for these prompts, in a batch of the next power of two."""
         size = 1 << (len(ids) - 1).bit_length()
         if size not in self._compiled_batches:
-            self._compiled_batches[size] = loop.compile(self.context, size)
+            self._compiled_batches[size] = generation_api.compile(self.context, size)
         if seed is None:
             seeds = [random.SystemRandom().randrange(2**31) for _ in ids]
         else:
@@ -150,12 +152,12 @@ class TextGeneration:
         padding = size - len(ids)
         stop = self._has_stop_string if self.stop_strings else None
         prompts, seeds = [*ids, *[[]] * padding], [*seeds, *[0] * padding]
-        return loop.generate_steps(
+        return generation_api.generate_steps(
             self._compiled_batches[size], prompts, seeds, stop=[stop] * size, prompt_cache=self.prompt_cache
         )
 
     def _stream_pieces(self, prompt_tokens: int, steps: GenerationSteps) -> Generator[Piece, None, None]:
-        decoder = self.tokenizer.stream() if self.tokenizer else None
+        detokenizer = self.tokenizer.stream() if self.tokenizer else None
         count = sent = 0
         final = ""
         started = first = time.perf_counter()
@@ -167,11 +169,11 @@ class TextGeneration:
                     first = now
                 if token is not None:
                     count += 1
-                    final += decoder.push(token) if decoder else ""
+                    final += detokenizer.push(token) if detokenizer else ""
                 reason = draft_counts = None
                 end = len(final) - _stop_prefix_length(final, self.stop_strings)
                 if step.finished[0]:
-                    result = self._text_result(loop.run_to_end(steps)[0])
+                    result = self._text_result(generation_api.run_to_end(steps)[0])
                     final, end = result.text, len(result.text)
                     reason, draft_counts = result.finish_reason, result.draft_counts
                 piece = Piece(final[sent:end])
@@ -189,7 +191,7 @@ class TextGeneration:
         text = self.tokenizer.decode(tokens)  # type: ignore[union-attr]
         return any(stop in text for stop in self.stop_strings)
 
-    def _text_result(self, result: loop.GenerationResult) -> TextResult:
+    def _text_result(self, result: generation_api.GenerationResult) -> TextResult:
         tokens = [token.id for token in result.tokens]
         text = self.tokenizer.decode(tokens) if self.tokenizer else ""
         ends = [place for stop in self.stop_strings if (place := text.find(stop)) >= 0]

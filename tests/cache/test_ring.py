@@ -82,7 +82,7 @@ class RingSequences:
             expected = visible_values(expected_mask, expected_positions, expected_seen[row])
             assert visible_values(mask, np.array(index.column_positions())[row], np.array(seen)[row]) == expected
         assert np.array_equal(np.array(index.positions()), np.maximum(reference.pos, 0))
-        if self.block is not None and index.draft_mask is None:
+        if self.block is not None and index.ancestor_mask is None:
             # Other columns read a slot of the same row: never NaN, which a weight of zero would not remove.
             rows = [any(position >= 0 for position in row) for row in reference.pos]
             assert np.isfinite(np.array(index.read(new_pool, zero_unseen=False))[rows]).all()

@@ -124,7 +124,7 @@ def test_a_step_computes_in_the_half_type_but_for_islands(dtype, tmp_path):
         assert not wide, name
 
 
-# Graphs with values that a half type doesn't hold.
+# Graphs with values that a half type cannot represent.
 
 
 def with_nodes(nodes: list, extra: dict[str, np.ndarray], of: str = "embedded") -> onnx.ModelProto:
@@ -232,7 +232,9 @@ def test_numbers_that_float16_does_not_hold_are_refused(tmp_path):
     table[2, 1] = 1e5  # a row that the proof's prompts don't read
     toy.replace(model, "model.embed.weight", numpy_helper.from_array(table))
     source = toy.write(tmp_path / "source", model)
-    with pytest.raises(ConvertError, match=r"numbers in model.embed.weight that float16 doesn't hold.*use bfloat16"):
+    with pytest.raises(
+        ConvertError, match=r"numbers in model.embed.weight that float16 cannot represent.*use bfloat16"
+    ):
         run(source, tmp_path / "out", "float16")
     assert not (tmp_path / "out").exists()
     run(source, tmp_path / "out", "bfloat16")

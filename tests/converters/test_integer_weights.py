@@ -17,7 +17,7 @@ from mlx_transmuter import ops
 from mlx_transmuter.converters.errors import ConvertError
 from mlx_transmuter.converters.graph.rewriting import apply_rewrite
 from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
-from mlx_transmuter.converters.passes.layers.dequantized_weights import absorb_dequantize_linear
+from mlx_transmuter.converters.passes.layers.dequantize_linear import absorb_dequantize_linear
 from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.model import load_folder
 from mlx_transmuter.precision_options import PrecisionOptions

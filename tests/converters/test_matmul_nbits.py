@@ -124,7 +124,7 @@ def test_blocks_that_mlx_has_no_groups_for_become_floats_and_are_recorded(column
     assert_close(logits, toy.onnxruntime_logits(with_floats(weight, columns), IDS))
     assert program.layers["w.layer"] == {"kind": "Linear", "bias": False}
     assert not [node for node in program.nodes if "MatMulNBits" in node.op]
-    (record,) = [record for record in program.metadata["rewrites"] if record["name"] == "make_block_quantized_layers"]
+    (record,) = [record for record in program.metadata["rewrites"] if record["name"] == "lower_matmul_nbits"]
     (reason,) = record["declined"]
     assert f"blocks of {block}" in reason
     assert "its weight is in float32 now" in reason

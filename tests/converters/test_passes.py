@@ -15,10 +15,10 @@ from mlx_transmuter.converters.passes.attention.extract_attention_projections im
 from mlx_transmuter.converters.passes.attention.fuse_head_reshapes import fuse_head_reshapes
 from mlx_transmuter.converters.passes.attention.group_query_attention import lower_group_query_attention
 from mlx_transmuter.converters.passes.attention.pooled_attention import fuse_pooled_attention
-from mlx_transmuter.converters.passes.layers.embedding import make_embedding_layers
+from mlx_transmuter.converters.passes.layers.embedding_layers import make_embedding_layers
 from mlx_transmuter.converters.passes.layers.fuse_rms_norm import fuse_rms_norm
-from mlx_transmuter.converters.passes.layers.linear import make_linear_layers
-from mlx_transmuter.converters.passes.layers.matmul_nbits import make_block_quantized_layers
+from mlx_transmuter.converters.passes.layers.linear_layers import make_linear_layers
+from mlx_transmuter.converters.passes.layers.matmul_nbits import lower_matmul_nbits
 from mlx_transmuter.converters.passes.layers.merge_projections import merge_projections
 from mlx_transmuter.converters.passes.simplify.expose_positions import expose_positions
 from mlx_transmuter.converters.passes.simplify.fold_static_shapes import fold_static_shapes
@@ -88,10 +88,10 @@ def test_a_matrix_that_another_node_reads_is_not_made_a_linear_layer():
 
 
 def test_weights_packed_for_another_machine_are_skipped():
-    program = program_before("llama_q4", make_block_quantized_layers)
+    program = program_before("llama_q4", lower_matmul_nbits)
     node = next(node for node in program.nodes if node.op.startswith("com.microsoft.MatMulNBits"))
     program = change_first_node(program, "com.microsoft.MatMulNBits", attrs={**node.attrs, "weight_prepacked": 1})
-    assert skip_reasons(program, make_block_quantized_layers) == ["it is packed for another machine"]
+    assert skip_reasons(program, lower_matmul_nbits) == ["it is packed for another machine"]
 
 
 def test_group_query_attention_with_an_unknown_attribute_is_skipped():

@@ -253,7 +253,11 @@ def test_rows_of_all_lengths_share_a_session_where_padding_changes_no_state(mask
 def test_a_plan_is_read_from_a_programs_metadata(tmp_path):
     program = converted(toy.decoder(), tmp_path).program
     signature = DecoderSignature.from_program(program)
-    for plan in (RunPlan("grow", "whole", "left", True), RunPlan("append"), RunPlan("in_place", "single", "none")):
+    for plan in (
+        RunPlan("grow", "whole", "left", True),
+        RunPlan("append"),
+        RunPlan("in_place", "token by token", "none"),
+    ):
         assert RunPlan.from_program(replace(program, metadata=plan.to_metadata()), signature) == plan
     nonsense = {"cache_mode": "sideways", "prompts": 3, "padding": ["right"], "alone": "yes"}
     for metadata in ({}, nonsense):

@@ -243,7 +243,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path):
     array[-1, 3] = np.inf  # a row that the proof's prompts don't read
     table.CopyFrom(numpy_helper.from_array(array, table.name))
     toy.write(tmp_path / "source", model)
-    with pytest.raises(ConvertError, match=r"model.embed_tokens.weight, which 4 bits in groups of 32 don't hold"):
+    with pytest.raises(ConvertError, match=r"model.embed_tokens.weight, which 4 bits in groups of 32 cannot represent"):
         quantize_model(tmp_path / "source", tmp_path / "out", group_size=32)
 
 

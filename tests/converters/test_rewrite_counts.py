@@ -26,7 +26,7 @@ LLAMA = {
 WANTED = {
     "llama": LLAMA,
     "llama_fp16": LLAMA,
-    "llama_q4": LLAMA | {"make_linear_layers": 0, "make_block_quantized_layers": 15},
+    "llama_q4": LLAMA | {"make_linear_layers": 0, "lower_matmul_nbits": 15},
     "mistral": LLAMA,
     "qwen2": LLAMA,
     "qwen3": LLAMA | {"fuse_rms_norm": 9},  # queries and keys have norms too
@@ -223,7 +223,7 @@ WANTED = {
     # Products over 48 have no whole blocks.
     "qwen3_genai_int4": {
         "make_embedding_layers": 1,
-        "make_block_quantized_layers": 15,
+        "lower_matmul_nbits": 15,
         "fuse_activations": 2,
         "lower_group_query_attention": 2,
         "gather_last_token_logits": 1,
@@ -232,7 +232,7 @@ WANTED = {
     "qwen2_genai_tied4": {
         "make_embedding_layers": 0,
         "make_linear_layers": 0,
-        "make_block_quantized_layers": 12,
+        "lower_matmul_nbits": 12,
         "fuse_activations": 2,
         "lower_group_query_attention": 2,
         "gather_last_token_logits": 1,
@@ -240,7 +240,7 @@ WANTED = {
     "qwen2_genai_tied8": {
         "make_embedding_layers": 0,
         "make_linear_layers": 0,
-        "make_block_quantized_layers": 12,
+        "lower_matmul_nbits": 12,
         "fuse_activations": 2,
         "lower_group_query_attention": 2,
         "gather_last_token_logits": 1,

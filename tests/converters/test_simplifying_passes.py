@@ -13,8 +13,8 @@ from mlx_transmuter.converters.graph.rewriting import apply_rewrite
 from mlx_transmuter.converters.passes.attention.rotary import fuse_rotary_embedding
 from mlx_transmuter.converters.passes.simplify.eliminate_common_subexpressions import eliminate_common_subexpressions
 from mlx_transmuter.converters.passes.simplify.fold_static_shapes import fold_static_shapes
+from mlx_transmuter.converters.passes.simplify.fuse_slices_into_split import fuse_slices_into_split
 from mlx_transmuter.converters.passes.simplify.half_precision_cache import use_half_precision_cache
-from mlx_transmuter.converters.passes.simplify.slices_to_split import fuse_slices_into_split
 from mlx_transmuter.program import Node, Program
 
 

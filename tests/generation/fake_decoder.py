@@ -34,7 +34,7 @@ class FakeDecoder:
     the calls that it got.
     """
 
-    prompt_mode = "parts"
+    prompt_mode = "chunks"
 
     def __init__(
         self,

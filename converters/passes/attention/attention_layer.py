@@ -39,7 +39,7 @@ class AttentionLayer:
     nodes_after: tuple[Node, ...] = ()
     constants: Mapping[str, np.ndarray] = field(default_factory=dict)
 
-    def surrounded(self, builder: NodeBuilder, merges_heads: bool) -> AttentionLayer:
+    def with_surrounding_nodes(self, builder: NodeBuilder, merges_heads: bool) -> AttentionLayer:
         """Returns the layer with the builder's nodes before it.
 
         merges_heads: the output of the root is [rows, seq, heads · size], which nodes after the layer then compute.

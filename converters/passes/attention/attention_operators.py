@@ -129,7 +129,7 @@ def _layer_of_multi_head_attention(operator: _AttentionOperator) -> AttentionLay
         output=node.outputs[0],
         masks=tuple(masks),
     )
-    return layer.surrounded(builder, merges_heads=True)
+    return layer.with_surrounding_nodes(builder, merges_heads=True)
 
 
 def _layer_of_onnx_attention(operator: _AttentionOperator) -> AttentionLayer:
@@ -165,4 +165,4 @@ def _layer_of_onnx_attention(operator: _AttentionOperator) -> AttentionLayer:
         softcap=float(attrs.get("softcap", 0.0)),
         masks=tuple(masks),
     )
-    return layer.surrounded(builder, merges_heads=merged)
+    return layer.with_surrounding_nodes(builder, merges_heads=merged)

@@ -189,11 +189,11 @@ def _with_pool_axes(builder: NodeBuilder, value: str, view: CachePairView) -> st
 
 
 def _check_other_readers(graph: GraphView, signature: DecoderSignature, replacements: list[Replacement]) -> None:
-    """Raises UnsupportedAttention where something else than attention reads the past or the mask, which are no more."""
+    """Raises UnsupportedAttention where another node than attention reads the past or the mask."""
     if len({pair.heads for pair in signature.cache_pairs}) > 1:
         raise UnsupportedAttention("the layers have different numbers of key-value heads")
     program, _ = apply_rewrite(graph.program, lambda _: iter(replacements))
-    gone = {pair.past for pair in signature.cache_pairs} | {signature.mask_input}
+    removed_inputs = {pair.past for pair in signature.cache_pairs} | {signature.mask_input}
     for node in program.nodes:
-        if node.op != "mlx.attention" and gone & set(node.all_inputs()):
+        if node.op != "mlx.attention" and removed_inputs & set(node.all_inputs()):
             raise UnsupportedAttention(f"{node.op} reads the past or the mask too")

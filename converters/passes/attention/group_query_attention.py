@@ -101,7 +101,7 @@ def _attention_layer(node: Node, inputs: dict[str, str], cache_pairs: dict[str, 
         masks=tuple(masks),
         sinks=sinks,
     )
-    return layer.surrounded(builder, merges_heads=True)
+    return layer.with_surrounding_nodes(builder, merges_heads=True)
 
 
 def _normed(node: Node, inputs: dict[str, str], builder: NodeBuilder, q: str, k: str) -> tuple[str, str]:

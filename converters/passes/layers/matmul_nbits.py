@@ -16,7 +16,7 @@ from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
 from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
 from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
 from mlx_transmuter.converters.passes.layers.layer_paths import layer_path
-from mlx_transmuter.converters.passes.layers.linear import replace_with_tied_head
+from mlx_transmuter.converters.passes.layers.linear_layers import replace_with_tied_head
 from mlx_transmuter.converters.passes.layers.quantized_blocks import (
     LAYER_BITS,
     BlockProduct,
@@ -48,7 +48,7 @@ class _PackedBlocks(NamedTuple):
         return [name for name in (self.scales, self.zeros) if name]
 
 
-def make_block_quantized_layers(graph: GraphView) -> Iterator[MatchOutcome]:
+def lower_matmul_nbits(graph: GraphView) -> Iterator[MatchOutcome]:
     """MatMulNBits(x, W) [+ b] → mlx.linear with an nn.QuantizedLinear; GatherBlockQuantized(W, ids) → mlx.embedding
     with an nn.QuantizedEmbedding. A product whose blocks MLX has no groups for gets its weight in floats.
     """
@@ -117,7 +117,7 @@ def _matmul_nbits_weight(node: Node) -> _PackedBlocks:
 
 
 def _unsupported_product_reason(graph: GraphView, node: Node, blocks: _PackedBlocks) -> str | None:
-    """Why a MatMulNBits whose weight has a layer's form stays in the file's form, or None."""
+    """Why a MatMulNBits whose weight fits a layer is left unchanged, or None."""
     inputs = bind_inputs(node)
     if node.attrs.get("weight_prepacked", 0):
         return "it is packed for another machine"
@@ -197,7 +197,7 @@ def _replace_gather_block_quantized(graph: GraphView, node: Node) -> MatchOutcom
 
 
 def _unsupported_reason(graph: GraphView, packed: _PackedBlocks) -> str | None:
-    """Why the weight stays in the file's form, or None."""
+    """Why the weight is left unchanged, or None."""
     if packed.bits not in LAYER_BITS:
         return f"it has {packed.bits} bits; expected 2, 4 or 8"
     is_constant = all(graph.weight(name) is not None for name in (packed.values, *packed.scale_arrays))

@@ -16,7 +16,7 @@ _LOGIT_OPS = ("Mul", "Div", "Tanh", "Cast", "Identity")
 
 
 def gather_last_token_logits(graph: GraphView) -> Iterator[MatchOutcome]:
-    """Replaces logits = head(x) by head(mlx.last(x, token_indices)).
+    """Replaces logits = head(x) by head(mlx.last(x, logit_indices)).
 
     A prompt of n tokens then computes one row of the vocabulary, not n.
     """

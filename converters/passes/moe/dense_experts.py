@@ -119,12 +119,12 @@ def _replace_selection(graph: GraphView, selection: _TokenSelection) -> Iterator
 
     choices = NodeBuilder(f"{selection.nonzero.outputs[0]}.choices", node_name=choice.name)
     choice_axis = 1 - selection.token_axis
-    numbers = choices.add_cast(selection.mask, "int32", "numbers")
-    place = choices.add_node("ArgMax-11", (numbers,), "place", axis=choice_axis, keepdims=0)
-    largest = choices.add_node("ReduceMax-11", (numbers,), "largest", axes=[choice_axis], keepdims=0)
-    any_choice, last_axis = choices.add_cast(largest, "bool", "any"), choices.add_constant("last_axis", [1])
-    is_chosen = choices.add_node("Unsqueeze-13", (any_choice, last_axis), "is_chosen")
-    yield Replacement(choice, tuple(choices.nodes), {choice.outputs[0]: place}, constants=choices.constants)
+    mask = choices.add_cast(selection.mask, "int32", "mask")
+    choice_index = choices.add_node("ArgMax-11", (mask,), "choice_index", axis=choice_axis, keepdims=0)
+    largest = choices.add_node("ReduceMax-11", (mask,), "largest", axes=[choice_axis], keepdims=0)
+    has_choice, last_axis = choices.add_cast(largest, "bool", "has_choice"), choices.add_constant("last_axis", [1])
+    is_chosen = choices.add_node("Unsqueeze-13", (has_choice, last_axis), "is_chosen")
+    yield Replacement(choice, tuple(choices.nodes), {choice.outputs[0]: choice_index}, constants=choices.constants)
 
     for node in _find_gathers(graph, token.outputs[0]):
         yield Replacement(node, (), aliases={node.outputs[0]: node.inputs[0]})

@@ -15,7 +15,7 @@ from mlx_transmuter.converters.graph.node_builder import NodeBuilder
 from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
 from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor, stack_tensors
 from mlx_transmuter.converters.passes.layers.layer_paths import layer_path
-from mlx_transmuter.converters.passes.layers.linear import match_weight_product
+from mlx_transmuter.converters.passes.layers.linear_layers import match_weight_product
 from mlx_transmuter.program import Node
 
 _WeightProduct = tuple[LinearProduct, LazyTensor]

@@ -74,12 +74,12 @@ def _find_routed_mixture(graph: GraphView, probe: ShapeProbe, mixture: Mixture) 
     for candidate in (mixture, *mixture.without_shared_expert()):
         routing = find_routing(graph, probe, candidate)
         if isinstance(routing, Routing):
-            return _find_shapes(graph, probe, candidate, routing)
+            return _resolve_shapes(graph, probe, candidate, routing)
         reasons.append(routing)
     return SkippedMatch(mixture.experts[0].projections[-1].node, reasons[0])
 
 
-def _find_shapes(
+def _resolve_shapes(
     graph: GraphView, probe: ShapeProbe, mixture: Mixture, routing: Routing
 ) -> _RoutedMixture | SkippedMatch:
     """The mixture with the rows that it reads and the shape of its sum, from before the reshapes around it."""

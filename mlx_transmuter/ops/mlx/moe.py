@@ -82,10 +82,10 @@ def expert_activation(
     after: int = 0,
 ):
     """The input of an expert's second projection, by com.microsoft MoE-1, from its first [..., inner] and its third.
+    `after`, if not 0: the limit of the gate applies after its activation (swiglu_limit_after_activation).
 
     kind: its activation_type; fusion: 1 where fc1_output has the gate and the value interleaved, 2 where the value
-    comes after the gate; limit, alpha, beta, after: swiglu_limit, activation_alpha, activation_beta,
-    swiglu_limit_after_activation.
+    comes after the gate; limit, alpha, beta: swiglu_limit, activation_alpha, activation_beta.
     """
     if kind not in ("swiglu", "geglu"):
         if kind not in MOE_ACTIVATIONS:

@@ -25,14 +25,14 @@ def attend_over_pools(
     q, k, v, key_pool, value_pool, head_index, mask, sinks=None, *, scale: float, softcap: float = 0.0, merge: int = 0
 ):
     """Stores this step's k and v in the pools and attends over the cache: (output, key_pool', value_pool').
+    `merge`, if not 0: the output has its heads merged, [rows, seq, heads · dim], else it is [rows, heads, seq, dim].
 
     q [rows, heads, seq, dim]; k, v [rows, kv, seq, dim]; key_pool, value_pool [kv · slots, dim], or QuantizedPools. kv
     heads share their keys and values among heads / kv heads each. Without value_pool, key_pool holds the values after
     the keys, [2 kv · slots, dim], head_index is over both (`CacheIndex.for_key_value_pool`), and the result is (output,
     key_pool'); without v, k has the heads of v after its own. mask: bool [rows, 1, seq, context], or additive [rows,
     heads, seq, context]. sinks [heads]: the score of an attention sink in each softmax. softcap: scores become
-    softcap · tanh(score / softcap). The output is [rows, heads, seq, dim], with merge [rows, seq, heads · dim]. q may
-    be [rows · heads, seq, dim]; the output then is too, without merge.
+    softcap · tanh(score / softcap). q may be [rows · heads, seq, dim]; the output then is too, without merge.
     """
     head_index = layer_index(head_index, mask)
     rows, kv, seq, dim = k.shape

@@ -1,4 +1,4 @@
-"""The step of a draft: guessed tokens of each row, as a tree, checked in one pass over pools."""
+"""The step of a draft: draft tokens of each row, as a tree, verified in one pass over pools."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mlx_transmuter.runtime.steps.pooled import as_window_ring, ring_index, run_
 
 
 class DraftStepInputs(NamedTuple):
-    """pools, slot_table, window_table, extra_inputs: see PooledStepInputs. tokens: int32 [rows, seq].
+    """pools, slot_table, window_table: see PooledStepInputs. tokens: int32 [rows, seq].
 
     positions: int32 [rows, seq], -1 for padding. slots: int32 [rows, seq], where the tokens are written. ancestor_mask:
-    bool [rows, seq, seq], whether token i sees token j.
+    bool [rows, seq, seq], whether token i sees token j. extra_inputs: the graph's other inputs.
     """
 
     pools: list[mx.array]

@@ -69,13 +69,13 @@ def check_logits(graph: DecoderGraph, outputs: Mapping[str, mx.array]) -> mx.arr
     return logits
 
 
-def gather_logits(logits: mx.array, token_indices: mx.array) -> mx.array:
-    """Returns logits [rows, seq, vocab] at one token of each row, token_indices int32 [rows], as [rows, vocab].
+def gather_logits(logits: mx.array, logit_indices: mx.array) -> mx.array:
+    """Returns logits [rows, seq, vocab] at one token of each row, logit_indices int32 [rows], as [rows, vocab].
 
     A graph may give the logits of its last token alone.
     """
-    token_indices = mx.minimum(token_indices, logits.shape[1] - 1)
-    indices = mx.broadcast_to(token_indices[:, None, None], (logits.shape[0], 1, logits.shape[2]))
+    logit_indices = mx.minimum(logit_indices, logits.shape[1] - 1)
+    indices = mx.broadcast_to(logit_indices[:, None, None], (logits.shape[0], 1, logits.shape[2]))
     return mx.take_along_axis(logits, indices, axis=1)[:, 0]
 
 

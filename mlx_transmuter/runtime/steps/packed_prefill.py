@@ -17,14 +17,14 @@ from mlx_transmuter.runtime.steps.pooled import run_over_pools
 class PackedPrefillInputs(NamedTuple):
     """pools: taken from their owner. tokens, positions (-1 for padding), slots: int32 [1, seq].
 
-    last_indices: int32 [1, prompts], the index of each prompt's last token; 0 for an empty prompt.
+    logit_indices: int32 [1, prompts], the index of each prompt's last token; 0 for an empty prompt.
     """
 
     pools: list[mx.array]
     tokens: mx.array
     positions: mx.array
     slots: mx.array
-    last_indices: mx.array
+    logit_indices: mx.array
 
     @staticmethod
     def pack(
@@ -33,15 +33,15 @@ class PackedPrefillInputs(NamedTuple):
         """Returns the inputs of prompts in one row of seq tokens; slot_table [prompts, ...] has their slots."""
         tokens = np.zeros((1, seq), np.int32)
         positions, slots = np.full((2, 1, seq), -1, np.int32)
-        last_indices = np.zeros((1, len(prompts)), np.int32)
+        logit_indices = np.zeros((1, len(prompts)), np.int32)
         start = 0
         for row, prompt in enumerate(prompts):
             if count := len(prompt):
                 span = slice(start, start + count)
                 tokens[0, span], positions[0, span], slots[0, span] = prompt, range(count), slot_table[row, :count]
                 start += count
-                last_indices[0, row] = start - 1
-        return PackedPrefillInputs(pools, *map(mx.array, (tokens, positions, slots, last_indices)))
+                logit_indices[0, row] = start - 1
+        return PackedPrefillInputs(pools, *map(mx.array, (tokens, positions, slots, logit_indices)))
 
 
 class PackedPrefillOutputs(NamedTuple):
@@ -70,7 +70,7 @@ class PackedPrefillStep:
                 self.head_span,
                 tokens=inputs.tokens,
                 positions=mx.maximum(inputs.positions, 0),
-                logit_indices=inputs.last_indices,
+                logit_indices=inputs.logit_indices,
                 extra_inputs={},
             )
             return PackedPrefillOutputs(check_logits(graph, outputs)[0], pools)

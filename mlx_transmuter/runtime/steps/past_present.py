@@ -25,7 +25,7 @@ from mlx_transmuter.runtime.steps.graph import (
 
 
 class PastPresentInputs(NamedTuple):
-    """pools: to read. tokens, lengths, counts, extra_inputs, positions: see PooledStepInputs.
+    """pools: to read. tokens, lengths, counts, extra_inputs_and_states, positions: see PooledStepInputs.
 
     slot_table: int32 [rows, context], or [rows, 1] for an empty context.
     """
@@ -35,7 +35,7 @@ class PastPresentInputs(NamedTuple):
     lengths: mx.array
     counts: mx.array
     slot_table: mx.array
-    extra_inputs: dict[str, mx.array]
+    extra_inputs_and_states: dict[str, mx.array]
     positions: mx.array | None
 
 
@@ -77,7 +77,7 @@ class PastPresentStep:
                 past_length=self.context,
                 mask=mask,
                 logit_indices=last[:, None],
-                extra_inputs=inputs.extra_inputs,
+                extra_inputs=inputs.extra_inputs_and_states,
             )
             outputs = call_graph(graph, feed, rows)
             logits = gather_logits(check_logits(graph, outputs), last)
@@ -90,7 +90,7 @@ class PastPresentStep:
                 for present, pair in zip(presents, cache_pairs, strict=True)
             ]
             return PastPresentOutputs(
-                logits, new_vectors, updated_states(graph, inputs.extra_inputs, outputs, inputs.counts)
+                logits, new_vectors, updated_states(graph, inputs.extra_inputs_and_states, outputs, inputs.counts)
             )
 
         return run

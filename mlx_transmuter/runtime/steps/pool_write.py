@@ -26,7 +26,7 @@ class PoolWriteInputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PoolWrite:
+class PoolWriteStep:
     """A write of seq tokens a row over a table of `context` columns; head_span: as of PooledStep."""
 
     seq: int

@@ -26,8 +26,9 @@ class PooledStepInputs(NamedTuple):
 
     lengths, counts: int32 [rows], the tokens of each row before the step, and those in it. slot_table: int32 [rows,
     context], that of a ring where the columns are one; None where each row has contiguous slots. window_table: the ring
-    of the layers with a window, None where they read as the others do. extra_inputs: the graph's other inputs and its
-    states. positions: int32 [rows, seq] or [axes, rows, seq]; None for those that follow from the lengths.
+    of the layers with a window, None where they read as the others do. extra_inputs_and_states: the graph's other
+    inputs, and its states before the step. positions: int32 [rows, seq] or [axes, rows, seq]; None for those that
+    follow from the lengths.
     """
 
     pools: list[mx.array]
@@ -36,7 +37,7 @@ class PooledStepInputs(NamedTuple):
     counts: mx.array
     slot_table: mx.array | None
     window_table: mx.array | None
-    extra_inputs: dict[str, mx.array]
+    extra_inputs_and_states: dict[str, mx.array]
     positions: mx.array | None
 
 
@@ -77,11 +78,13 @@ class PooledStep:
                 tokens=inputs.tokens,
                 positions=default_positions if inputs.positions is None else inputs.positions,
                 logit_indices=last[:, None],
-                extra_inputs=inputs.extra_inputs,
+                extra_inputs=inputs.extra_inputs_and_states,
             )
             logits = check_logits(graph, outputs)
             logits = logits[:, 0] if graph.signature.selects_logits else gather_logits(logits, last)
-            return PooledStepOutputs(logits, pools, updated_states(graph, inputs.extra_inputs, outputs, inputs.counts))
+            return PooledStepOutputs(
+                logits, pools, updated_states(graph, inputs.extra_inputs_and_states, outputs, inputs.counts)
+            )
 
         return run
 

@@ -13,7 +13,7 @@ from mlx_transmuter.converters.graph.linear_product import LinearProduct, match_
 from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement, SkippedMatch
 from mlx_transmuter.converters.passes.layers.integer_weight import PACKABLE_DTYPES, IntegerWeight
 from mlx_transmuter.converters.passes.layers.layer_paths import layer_path
-from mlx_transmuter.converters.passes.layers.linear import replace_with_tied_head
+from mlx_transmuter.converters.passes.layers.linear_layers import replace_with_tied_head
 from mlx_transmuter.converters.passes.layers.quantized_blocks import (
     BlockProduct,
     replace_with_quantized_embedding,
