@@ -3,8 +3,9 @@ also while a traceback refers to the run."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from test_prompt_cache import TEXT, assert_same_results, compile_model
+from test_prompt_cache import assert_same_results, compile_model
 
 from mlx_transmuter import generation
 from mlx_transmuter.generation import PromptCache, row_group
@@ -12,7 +13,7 @@ from mlx_transmuter.runtime import decoder
 from mlx_transmuter.tasks import text
 from mlx_transmuter.tokenizer.detokenizer_stream import DetokenizerStream
 
-PROMPT = TEXT[:20]
+PROMPT = np.random.default_rng(7).integers(3, 60, 20).tolist()
 KINDS = {
     "plain": {},
     "sampled": {"do_sample": True, "num_return_sequences": 2},

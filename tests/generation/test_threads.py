@@ -9,8 +9,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
+import numpy as np
 import pytest
-from test_prompt_cache import TEXT, assert_same_results, compile_model
+from test_prompt_cache import assert_same_results, compile_model
 
 from mlx_transmuter import generation
 from mlx_transmuter.cache import CacheError, KVCache
@@ -20,6 +21,7 @@ from mlx_transmuter.generation import PromptCache
 from mlx_transmuter.ops.compiled_function import CompiledFunction
 
 THREADS = 8
+TOKENS = np.random.default_rng(7).integers(3, 60, 80).tolist()
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def outcomes(calls) -> list:
 def test_one_of_the_threads_that_open_sequences_at_once_gets_them():
     cache = KVCache([], 0)
     for _ in range(30):
-        found = outcomes([lambda: cache.open_sequences([TEXT], [len(TEXT)])] * THREADS)
+        found = outcomes([lambda: cache.open_sequences([TOKENS], [len(TOKENS)])] * THREADS)
         sessions = [result for result in found if not isinstance(result, Exception)]
         assert len(sessions) == 1
         assert all("one session at a time" in str(result) for result in found if isinstance(result, Exception))
@@ -78,7 +80,7 @@ def test_one_of_the_threads_that_open_sequences_at_once_gets_them():
 def test_threads_that_share_a_prompt_cache_get_exact_results_or_an_error(options, loaded, tmp_path):
     """While others ask for its tokens, save it and clear it. The cache is exact afterwards."""
     model, cache = loaded("llama"), PromptCache(loaded("llama"), max_tokens=160)
-    prompts = [TEXT[: 8 + 5 * thread] for thread in range(THREADS)]
+    prompts = [TOKENS[: 8 + 5 * thread] for thread in range(THREADS)]
     expected = [generation.generate(compile_model(model, **options), [prompt], [0]) for prompt in prompts]
 
     def run(prompt):
@@ -86,7 +88,7 @@ def test_threads_that_share_a_prompt_cache_get_exact_results_or_an_error(options
         return repeat(lambda: generation.generate(gen, [prompt], [0], prompt_cache=cache))
 
     others = [
-        lambda: (cache.tokens, cache.nbytes, cache.find(TEXT)),
+        lambda: (cache.tokens, cache.nbytes, cache.find(TOKENS)),
         lambda: cache.save(tmp_path / "cache"),
         cache.clear,
     ]
@@ -120,7 +122,7 @@ def test_a_prefix_is_matched_while_its_blocks_are_evicted():
 
 def test_a_cache_is_not_saved_or_cleared_during_a_run(loaded, tmp_path):
     cache = PromptCache(loaded("llama"))
-    steps = generation.generate_steps(compile_model(loaded("llama")), [TEXT[:9]], [0], prompt_cache=cache)
+    steps = generation.generate_steps(compile_model(loaded("llama")), [TOKENS[:9]], [0], prompt_cache=cache)
     next(steps)
     for use in (cache.clear, lambda: cache.save(tmp_path / "cache")):
         with pytest.raises(generation.GenerationError, match="a run that is not over"):
@@ -133,7 +135,7 @@ def test_a_cache_is_not_saved_or_cleared_during_a_run(loaded, tmp_path):
 
 def test_a_closed_session_leaves_the_cache_to_the_next(loaded):
     gen, cache = compile_model(loaded("llama")), PromptCache(loaded("llama"))
-    begin = {"kv_cache": cache.kv_cache, "prompts": [TEXT[:5]]}
+    begin = {"kv_cache": cache.kv_cache, "prompts": [TOKENS[:5]]}
     first = gen.decoder.begin_session([9], **begin)
     first.close()
     second = gen.decoder.begin_session([9], **begin)
