@@ -21,7 +21,7 @@ OUT = Path(__file__).resolve().parent.parent / "tests" / "fixtures"
 def check_versions() -> None:
     """Exits with the list of packages whose version is not the one in this file's first lines."""
     wrong = []
-    for package, wanted in re.findall(r"([a-z][\w-]*) (\d+\.\d+\.\d+)", __doc__):
+    for package, wanted in re.findall(r"([a-z][\w-]*) (\d+\.\d+\.\d+)", __doc__ or ""):
         try:
             found = version(package).split("+")[0]
         except PackageNotFoundError:

@@ -382,7 +382,7 @@ def accuracy(asked: list[tuple[str, Document]], found: list[float]) -> str:
     """'family right/all' for each family and for all."""
     every = Counter(family for family, _ in asked)
     right = Counter(family for (family, _), margin in zip(asked, found, strict=True) if margin > 0)
-    return ", ".join([f"{f} {right[f]}/{n}" for f, n in every.items()] + [f"all {right.total()}/{every.max_lengths()}"])
+    return ", ".join([f"{f} {right[f]}/{n}" for f, n in every.items()] + [f"all {right.total()}/{every.total()}"])
 
 
 def train(tokenizer, known: list[Fact], steps: int) -> LlamaForCausalLM:

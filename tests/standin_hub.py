@@ -50,7 +50,7 @@ class StandinHub:
 
             do_HEAD = do_GET
 
-            def log_message(self, *_: object) -> None:
+            def log_message(self, format: str, *_: object) -> None:
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

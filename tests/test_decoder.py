@@ -10,6 +10,7 @@ import pytest
 from decoding import decoded, prefill, rows_of, tokens_of, unrewritten_module
 
 from mlx_transmuter.cache import CacheError
+from mlx_transmuter.runtime.cache_session import CacheSession
 from mlx_transmuter.runtime.decoder import Decoder
 from mlx_transmuter.runtime.errors import DecoderError
 from mlx_transmuter.runtime.module import ProgramModule
@@ -101,6 +102,7 @@ def test_forked_rows_continue_their_parents_and_share_slots(name, mode, block, l
     module = loaded(name).decoder if mode is None else unrewritten_module(name)
     prompt, draw = rows_of(name)[1]["prompt"], np.random.default_rng(1)
     session = Decoder(module, 3, cache_mode=mode).begin_session([40] * 3, paged=True, block_size=block)
+    assert isinstance(session, CacheSession)
     prefill(session, [prompt, [], []])
     texts = [list(prompt), [], []]
     free = []
@@ -124,6 +126,7 @@ def test_forked_rows_continue_their_parents_and_share_slots(name, mode, block, l
 def test_rows_that_change_places_share_nothing(loaded):
     """Each row continues in its own last block, without the copy that a forked row makes first."""
     session = Decoder(loaded("llama").decoder, 3).begin_session([40] * 3, paged=True, block_size=8)
+    assert isinstance(session, CacheSession)
     prefill(session, [[5, 6, 7], [9, 8, 7], [3, 3, 3]])
     session.fork([2, 0, 1])
     free = session.block_manager.free_slots
@@ -133,6 +136,7 @@ def test_rows_that_change_places_share_nothing(loaded):
 
 def test_a_fork_copies_no_slots(loaded):
     session = Decoder(loaded("llama").decoder, 2).begin_session([40, 40], paged=True)
+    assert isinstance(session, CacheSession)
     prefill(session, [[5, 6, 7], [9, 8, 7]])
     before = [np.array(pool) for pool in session.pools.arrays]
     session.fork([1, 0])
@@ -216,6 +220,8 @@ def test_a_truncated_row_continues_as_if_it_had_never_been_longer(name, layout, 
     wrong = draw.integers(decoder.vocab_size // 2, decoder.vocab_size, (2, 5)).astype(np.int32)
     right = draw.integers(decoder.vocab_size // 2, decoder.vocab_size, (2, 2)).astype(np.int32)
     straight, session = (decoder.begin_session([30, 30], **layout) for _ in range(2))
+    assert isinstance(straight, CacheSession)
+    assert isinstance(session, CacheSession)
     for each in (straight, session):
         prefill(each, prompts)
     session.evaluate(session.step(wrong, [5, 3]))

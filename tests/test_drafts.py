@@ -8,6 +8,7 @@ from conftest import NAMES
 from decoding import unrewritten_module
 
 from mlx_transmuter import ops
+from mlx_transmuter.runtime.cache_session import CacheSession
 from mlx_transmuter.runtime.decoder import Decoder
 from mlx_transmuter.runtime.errors import DecoderError
 
@@ -46,6 +47,7 @@ def test_a_draft_tree_has_the_logits_of_plain_steps_and_its_accepted_path_contin
     vocab = decoder.vocab_size
     prompts = [draw.integers(vocab // 2, vocab, n).tolist() for n in (9, 4)]
     session = decoder.begin_session([40, 40], paged=True, block_size=block)
+    assert isinstance(session, CacheSession)
     moved = 0
     padded = np.array([prompts[0], prompts[1] + [0] * 5], np.int32)
     session.evaluate(session.step(padded, [9, 4]))
@@ -104,6 +106,7 @@ def test_drafts_after_a_fork_leave_the_other_rows_unchanged(block, loaded):
     plain = Decoder(module, 1)
     prompt = draw.integers(3, 60, 6).tolist()
     session = Decoder(module, 3).begin_session([40] * 3, paged=True, block_size=block)
+    assert isinstance(session, CacheSession)
     session.evaluate(session.step(np.array([prompt, [0] * 6, [0] * 6], np.int32), [6, 0, 0]))
     session.fork([0, 0, 0])
     tokens = draw.integers(3, 60, (3, 3)).astype(np.int32)

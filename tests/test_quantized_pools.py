@@ -15,6 +15,7 @@ from mlx_transmuter import generation, ops
 from mlx_transmuter.cache import QuantizedFormat
 from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.model import Model
+from mlx_transmuter.runtime.cache_session import CacheSession
 from mlx_transmuter.runtime.decoder import Decoder
 from mlx_transmuter.runtime.errors import DecoderError
 from mlx_transmuter.runtime.module import ProgramModule
@@ -152,6 +153,7 @@ def test_a_step_writes_in_place(options, loaded):
     extra = []
     for slots in (2**12, 2**17):
         session = decoder.begin_session([slots], **options)
+        assert isinstance(session, CacheSession)
         greedy(session, [TEXT[:4]], [3])
         size = sum(pool.nbytes for pool in session.pools.arrays)
         peak = 0

@@ -17,6 +17,7 @@ from mlx_transmuter.cache import CacheIndex
 from mlx_transmuter.ops.mlx import pooled_attention
 from mlx_transmuter.runtime.buckets import StepColumns
 from mlx_transmuter.runtime.buckets import context_bucket as decoders_bucket
+from mlx_transmuter.runtime.cache_session import CacheSession
 from mlx_transmuter.runtime.decoder import Decoder
 from mlx_transmuter.runtime.prefill_schedule import prefill_chunks
 from mlx_transmuter.runtime.steps.pooled import PooledStep, PooledStepInputs
@@ -267,6 +268,7 @@ def test_a_step_of_one_token_has_no_operations_to_spare(loaded):
     or reshaped, and two include the sum with the residual stream; the one transpose is that of the keys."""
     decoder = Decoder(loaded("llama").decoder, 1)
     session = decoder.begin_session([40])
+    assert isinstance(session, CacheSession)
     step = PooledStep(1, StepColumns(64), session.kv_cache.head_span, paged=False, has_positions=False).build(
         decoder.graph
     )
@@ -310,6 +312,7 @@ def test_a_step_copies_no_pool(name, mode, layout, compiled, loaded, request):
         loaded(name).decoder if mode is None else unrewritten_module(name), 1, cache_mode=mode, max_positions=2**20
     )
     session = decoder.begin_session([2**15], **layout)
+    assert isinstance(session, CacheSession)
     sizes = [pool.nbytes for pool in session.pools.arrays]
     prefill(session, [[5, 6, 7, 8]])
     peaks = []

@@ -20,6 +20,7 @@ from mlx_transmuter.program import Node
 from mlx_transmuter.program.attention_nodes import attention_windows, find_attention_windows
 from mlx_transmuter.runtime import buckets
 from mlx_transmuter.runtime.buckets import Ring, choose_window_context, context_bucket
+from mlx_transmuter.runtime.cache_session import CacheSession
 from mlx_transmuter.runtime.decoder import Decoder
 from mlx_transmuter.runtime.errors import DecoderError
 from mlx_transmuter.runtime.prefill_schedule import prefill_chunks
@@ -67,6 +68,7 @@ def test_every_logit_of_a_long_text_is_onnxruntimes(name, layout, loaded):
     assert decoder.ring == (8, 64)
     expected = truth(name, TEXT)
     session = decoder.begin_session([250, 250], **layout)
+    assert isinstance(session, CacheSession)
     slots_used, columns = [], []
     for chunk in [*prefill_chunks(100, session.max_step_tokens), *[1] * 150]:
         at = session.lengths.tolist()
@@ -126,6 +128,7 @@ def test_forks_and_drafts_past_many_windows_are_onnxruntimes(name, loaded):
     module = loaded(name).decoder
     texts = [draw.integers(3, 60, 90).tolist() for _ in range(3)]
     session = Decoder(module, 3).begin_session([140] * 3, paged=True)
+    assert isinstance(session, CacheSession)
     known = [text[:20] for text in texts]
     for chunk in prefill_chunks(20, session.max_step_tokens):
         at = int(session.lengths[0])
@@ -252,6 +255,7 @@ def test_a_packed_prefill_continues_in_rings(loaded):
 def test_a_row_is_truncated_while_its_window_is_in_the_cache(layout, loaded):
     decoder, expected = Decoder(loaded("mistral").decoder, 1), truth("mistral", TEXT)
     session = decoder.begin_session([250], **layout)
+    assert isinstance(session, CacheSession)
     at = 0
     for chunk in prefill_chunks(200, session.max_step_tokens):
         session.evaluate(session.step(np.array([TEXT[at : at + chunk]], np.int32), [chunk]))
@@ -278,6 +282,7 @@ def test_a_row_is_truncated_while_its_window_is_in_the_cache(layout, loaded):
 def test_steps_and_slots_do_not_grow_with_the_length_of_a_row(layout, loaded):
     decoder = Decoder(loaded("mistral").decoder, 1, max_positions=2**20)
     session = decoder.begin_session([2**20], **layout)
+    assert isinstance(session, CacheSession)
     size = sum(pool.nbytes for pool in session.pools.arrays)
     assert size < 3 * 64 * session.kv_cache.slot_nbytes
     seen = []

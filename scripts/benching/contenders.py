@@ -6,6 +6,7 @@ import importlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -209,7 +210,8 @@ class Onnxruntime:
         for _ in range(new):
             feed = {"input_ids": ids, "attention_mask": np.ones((rows, length), np.int64), **past}
             feed["position_ids"] = np.broadcast_to(np.arange(length - ids.shape[1], length), ids.shape).astype(np.int64)
-            given = dict(zip(self.names, self.session.run(None, feed), strict=True))
+            outputs: Any = self.session.run(None, feed)
+            given = dict(zip(self.names, outputs, strict=True))
             past = {name: given[name.replace("past_key_values", "present")] for name in past}
             ids = given["logits"][:, -1].argmax(-1)[:, None]
             length += 1

@@ -49,7 +49,7 @@ def make(shape: str, root: Path) -> None:
     quantizer = MatMulNBitsQuantizer(onnx.load(root / "onnx" / "model.onnx"), block_size=32, is_symmetric=False)
     quantizer.process()
     (root / "onnx-q4").mkdir(exist_ok=True)
-    onnx.save(quantizer.model.model, str(root / "onnx-q4" / "model.onnx"))
+    onnx.save(quantizer.model.model, str(root / "onnx-q4" / "model.onnx"))  # pyright: ignore[reportAttributeAccessIssue]
     for name in ("config.json", "generation_config.json"):
         (root / "onnx-q4" / name).write_bytes((root / "onnx" / name).read_bytes())
 

@@ -76,6 +76,7 @@ class ReferenceIndex:
             return [("token", token_at[end], end) if end in token_at else ("none", 0, end) for end in ends]
         table = self.table if m == 1 else self.entries[m]
         table_row = self.table_row(row)
+        columns: list[tuple[str, int, int | None]]
         slots = [-1] * len(table[0]) if table_row is None else table[table_row]
         columns = [("slot", slot, j if m == 1 else j * m + m - 1) for j, slot in enumerate(slots)]
         if self.slots is not None:

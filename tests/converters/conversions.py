@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ def folder_contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def assert_refused(source: Path, out: Path, match: str = "", error: type[BaseException] = ConvertError):
+def assert_refused(source: Path, out: Path, match: str = "", error: type[BaseException] = ConvertError) -> Any:
     """Checks that the conversion ends in the error and leaves everything around the target as it was; gives the error."""
     around = out.parent
     before = (out.exists(), folder_contents(around) if around.exists() else {})

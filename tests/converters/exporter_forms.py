@@ -88,7 +88,7 @@ def _typed(model: onnx.ModelProto, form: str) -> onnx.ModelProto:
 
         quantizer = MatMulNBitsQuantizer(model, block_size=32, is_symmetric=True)
         quantizer.process()
-        model = quantizer.model.model
+        model = quantizer.model.model  # pyright: ignore[reportAttributeAccessIssue]
     if form.endswith("16"):
         from onnxruntime.transformers.float16 import convert_float_to_float16
 

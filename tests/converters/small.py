@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import onnx
@@ -30,7 +32,7 @@ def run(program: Program, **inputs) -> dict[str, np.ndarray]:
     return {name: np.array(value) for name, value in found.items()}
 
 
-def reference(proto, **inputs) -> dict[str, np.ndarray]:
+def reference(proto, **inputs) -> dict[str, Any]:
     from onnx.reference import ReferenceEvaluator
 
     names = [value.name for value in proto.graph.output]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -48,7 +49,8 @@ def unpack(weight: np.ndarray, bits: int) -> np.ndarray:
 def dequantized_layers(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """For each quantized layer: its weights as floats, the step of each, and whether it is at an end of its range."""
     program = load_folder(folder).decoder.program
-    arrays = {name: np.array(array) for name, array in mx.load(str(folder / "model.safetensors")).items()}
+    saved: Any = mx.load(str(folder / "model.safetensors"))
+    arrays = {name: np.array(array) for name, array in saved.items()}
     layers = {}
     for path, layer in program.layers.items():
         if "bits" not in layer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from mlx_transmuter.runtime.decoder import Decoder
 IDS = [3, 14, 7, 7, 0, 11, 2, 9, 15, 4]
 
 
-def converted(model, tmp_path, **changes) -> tuple[Program, str]:
+def converted(model, tmp_path, **changes) -> tuple[Program, Path]:
     """The program of the toy's conversion, and its folder."""
     toy.write(tmp_path / "source", model)
     folder = convert(

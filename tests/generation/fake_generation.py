@@ -24,8 +24,8 @@ def compile_fake(
     generation_config: dict | None = None,
     config: dict | None = None,
     **options: Any,
-):
-    """Returns a context compiled over a new FakeDecoder.
+) -> Any:
+    """Returns a CompiledGeneration over a new FakeDecoder.
 
     fake, assistant: options of the decoder, and of the one of an assistant model.
     """

@@ -11,11 +11,11 @@ import warnings
 from typing import Any
 
 import numpy as np
-import torch
+import torch  # pyright: ignore[reportMissingImports]
 from fake_decoder import logits_after
 from reference_loops import id_list
-from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel  # pyright: ignore[reportMissingImports]
+from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
 
 
 class FakeConfig(PretrainedConfig):

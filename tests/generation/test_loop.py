@@ -327,9 +327,10 @@ def test_a_context_takes_the_extra_inputs_that_the_decoder_declares():
     assert generation.context(model).extra_input_names == ()
     states = {name: mx.ones((1, 3)) for name in declared}
     ctx = replace(generation.context(fake_model(), max_new_tokens=2), extra_input_names=declared)
-    gen = generation.compile(ctx, 1, decoder=FakeDecoder(1, VOCAB))
+    decoder = FakeDecoder(1, VOCAB)
+    gen = generation.compile(ctx, 1, decoder=decoder)
     assert len(run_batch(gen, [[3]], inputs=states)[1][0].tokens) == 2
-    assert gen.decoder.sessions[0].extra_inputs.keys() == set(declared)
+    assert decoder.sessions[0].extra_inputs.keys() == set(declared)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import shutil
 import struct
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -62,7 +63,8 @@ def test_an_empty_cache_can_be_saved_and_loaded(loaded, tmp_path):
 
 def test_the_file_has_the_documented_format(saved_path, loaded):
     """Any reader of safetensors finds the tokens, each block after the one before it, and a row per token and pool."""
-    arrays, metadata = mx.load(str(saved_path), format="safetensors", return_metadata=True)
+    contents: Any = mx.load(str(saved_path), format="safetensors", return_metadata=True)
+    arrays, metadata = contents
     assert (metadata["format"], metadata["version"], metadata["block"]) == ("mlx-transmuter prompt cache", "1", "2")
     before, tokens = np.array(arrays["before"]), np.array(arrays["tokens"])
     leaves = set(range(len(before))) - set(before.tolist())
@@ -185,7 +187,8 @@ TENSOR_CHANGES = {
 
 @pytest.mark.parametrize(("name", "change", "match"), TENSOR_CHANGES.values(), ids=TENSOR_CHANGES)
 def test_wrong_tokens_are_refused(name, change, match, saved_path, loaded):
-    arrays, metadata = mx.load(str(saved_path), format="safetensors", return_metadata=True)
+    contents: Any = mx.load(str(saved_path), format="safetensors", return_metadata=True)
+    arrays, metadata = contents
     arrays[name] = change(arrays[name])
     if "twice" in match or "once" in match:
         arrays["before"] = mx.zeros_like(arrays["before"]) - 1

@@ -34,7 +34,7 @@ class OracleDrafter:
         self.expected, self.draw = expected, np.random.default_rng(seed)
 
     def propose(
-        self, rows: Mapping[int, Row], max_draft_tokens: Mapping[int, int], max_depths: Mapping[int, int], *_: Any
+        self, rows: Mapping[int, Row], max_draft_tokens: Mapping[int, int], max_depths: Mapping[int, int], *_
     ):
         trees = {}
         for row, text in rows.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -32,13 +34,12 @@ def run_mixture(x, indices, scores, up, down, pad: int = 0):
     return combine_expert_outputs(switch_linear(inner, down, experts), order, scores)
 
 
-def dequantized_weight(held: nn.Module) -> np.ndarray:
-    """Returns the weight in floats, dequantized by MLX if it is quantized."""
-    if isinstance(held, QuantizedSwitchLinear):
-        held = mx.dequantize(held.weight, held.scales, held.biases, held.group_size, held.bits)
-    else:
-        held = held.weight
-    return np.array(held.astype(mx.float32), np.float64)
+def dequantized_weight(layer: Any) -> np.ndarray:
+    """Returns the weight of a layer in floats, dequantized by MLX if it is quantized."""
+    weight = layer.weight
+    if isinstance(layer, QuantizedSwitchLinear):
+        weight = mx.dequantize(weight, layer.scales, layer.biases, layer.group_size, layer.bits)
+    return np.array(weight.astype(mx.float32), np.float64)
 
 
 def reference_mixture(x, indices, scores, up, down) -> np.ndarray:
