@@ -405,6 +405,7 @@ def test_help_needs_no_mlx():
     assert out.endswith("False False\n")
 
 
+@pytest.mark.slow
 def test_a_repository_from_the_hub_and_again_without_it(tmp_path):
     with standin_hub() as server:
         server.add("user/llama", FIXTURES / "llama")

@@ -12,6 +12,8 @@ from mlx_transmuter import text
 from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.model import load_folder
 
+pytestmark = pytest.mark.slow
+
 DEMO = Path(mlx_transmuter.__file__).parent / "demo"
 CHECKS = json.loads((DEMO / "checks.json").read_bytes())
 

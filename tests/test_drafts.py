@@ -36,6 +36,7 @@ def tree(draw: np.random.Generator, draft_tokens: int) -> tuple[np.ndarray, np.n
     return ancestor_mask, np.array([len(path) - 1 for path in paths]), paths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 3, 16])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "bloom", "gpt2", "gpt2_ort", "gpt_oss", "llama_genai"])
 def test_a_draft_tree_has_the_logits_of_plain_steps_and_its_accepted_path_continues(name, block, loaded):

@@ -329,6 +329,7 @@ def test_only_the_files_of_the_chosen_dtype_are_downloaded(tmp_path, remote, con
     assert {str(path.relative_to(origin)) for path in origin.rglob("*") if path.is_file()} == wanted
 
 
+@pytest.mark.slow
 def test_what_is_here_needs_no_hub(tmp_path, remote, conversions):
     remote.add("user/name", folder(tmp_path / "repo", {"onnx/model.onnx": b"x", "onnx/model_q4.onnx": b"y", **CONFIG}))
     first = api.load("user/name")

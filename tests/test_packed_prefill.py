@@ -21,6 +21,7 @@ DRAW = np.random.default_rng(11)
 PROMPTS = [DRAW.integers(3, 60, n).tolist() for n in (37, 5, 0, 12)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"paged": True}, {"paged": True, "block_size": 5}], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_packed_prefill_gives_the_logits_of_each_prompt_and_the_rows_continue(name, options, loaded):
@@ -47,6 +48,7 @@ def test_a_packed_prefill_gives_the_logits_of_each_prompt_and_the_rows_continue(
     assert is_close(following[0], ops.to_host(following[1].astype(mx.float32)))
 
 
+@pytest.mark.slow
 def test_most_fixtures_support_a_packed_prefill(loaded):
     able = [name for name in NAMES if Decoder(loaded(name).decoder, 1).supports_packed_prefill]
     assert {"llama", "mistral", "gemma2", "gemma3_text", "bloom", "gpt2", "llama_genai", "gemma3_genai"} <= set(able)

@@ -148,6 +148,7 @@ def are_equal(one, other) -> bool:
     return type(one) is type(other) and one == other
 
 
+@pytest.mark.slow
 @settings(
     max_examples=60,
     derandomize=True,

@@ -20,6 +20,8 @@ from mlx_transmuter.runtime.decoder import Decoder
 from mlx_transmuter.runtime.errors import DecoderError
 from mlx_transmuter.runtime.module import ProgramModule
 
+pytestmark = pytest.mark.slow
+
 TEXT = np.random.default_rng(5).integers(3, 60, 60).tolist()
 
 

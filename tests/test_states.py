@@ -35,6 +35,7 @@ def test_the_pairs_of_a_graph_with_states(loaded):
     assert loaded("deltanet_ort").cache_mode == "grow"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("form", ["rewritten", "plain"])
 @pytest.mark.parametrize("name", NAMES)
@@ -52,6 +53,7 @@ def after(module: ProgramModule, tokens: list[int]) -> np.ndarray:
     return np.array(logits)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["rewritten", "plain"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_prompt_past_the_first_bucket_in_chunks_and_token_by_token(name, form, loaded):

@@ -22,6 +22,8 @@ from mlx_transmuter.runtime.decoder import Decoder
 from mlx_transmuter.runtime.prefill_schedule import prefill_chunks
 from mlx_transmuter.runtime.steps.pooled import PooledStep, PooledStepInputs
 
+pytestmark = pytest.mark.slow
+
 # Compilations.
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from conftest import golden
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 
 # What a machine that only runs converted models need not have.

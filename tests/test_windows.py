@@ -26,6 +26,8 @@ from mlx_transmuter.runtime.errors import DecoderError
 from mlx_transmuter.runtime.prefill_schedule import prefill_chunks
 from mlx_transmuter.runtime.steps.packed_prefill import PackedPrefillStep
 
+pytestmark = pytest.mark.slow
+
 WINDOWED = ["gemma3_genai", "mistral", "mistral_genai"]  # windows of 8 in all layers
 MIXED = ["gemma2", "gemma3_text", "gpt_neo", "gpt_oss"]  # in one of two
 LAYOUTS = {"runs": {}, "blocks": {"paged": True}, "blocks of 5": {"paged": True, "block_size": 5}}

@@ -53,8 +53,10 @@ def _check_names(program: Program, layer_arrays: set[str]) -> None:
         # The array of a layer is inside its layer, which is a leaf.
         outer = range(1, len(scopes) - (name in layer_arrays))
         is_hidden = any(not scope or scope.startswith("_") for scope in scopes)
-        is_nested = any(".".join(scopes[:count]) in leaves for count in outer)
-        if is_hidden or is_nested or len(scopes) > MAX_SCOPE_DEPTH:
+        is_too_deep = len(scopes) > MAX_SCOPE_DEPTH
+        # Joining the outer scopes takes quadratic time, so names that are too deep are left out.
+        is_nested = not is_too_deep and any(".".join(scopes[:count]) in leaves for count in outer)
+        if is_hidden or is_nested or is_too_deep:
             expected = "dotted paths, none inside another and none hidden"
             raise ProgramError("the weights", f"the name {name[:200]!r}", expected)
 

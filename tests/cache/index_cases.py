@@ -75,7 +75,7 @@ def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: type) 
     return values
 
 
-def _random_index(rng: np.random.Generator, draw: Any) -> tuple[CacheIndex, ReferenceIndex, int, dict[int, int]]:
+def _random_index(rng: np.random.Generator, draw: Any) -> tuple[CacheIndex, ReferenceIndex, int, dict[int, Any]]:
     """An index of a random constructor, its reference, the slots of its pool, and of the pools of its entries by size."""
     constructor = draw(st.sampled_from(["make", "make", "make", "rows", "whole", "packed"]))
     batch, seq = draw(st.integers(1, 3)), draw(st.integers(1, 4))

@@ -47,6 +47,7 @@ def every_index(slots: int, dropped: bool) -> CacheIndex:
     return CacheIndex.make(at, [[0, 1, 2, 3, 4]], every=[(4, [[slots - 1, 6]])]).every(4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiling")
 @pytest.mark.parametrize("dropped", [False, True], ids=["stored", "all dropped"])
 @pytest.mark.parametrize(

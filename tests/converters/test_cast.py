@@ -57,6 +57,7 @@ def assert_golden_logits(folder: Path, rows: list[dict], limit: float) -> None:
             assert np.abs(ops.to_host(logits[i]).astype(np.float32) - expected).max() <= limit * np.ptp(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if "_fp16" not in name])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_logits_are_onnxruntimes_of_the_float32_file(name, dtype, tmp_path):
@@ -98,6 +99,7 @@ def test_a_file_of_the_type_is_not_cast(name, dtype, tmp_path, converted):
     assert program.nodes == program_of(converted(name)).nodes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", ["llama", "gemma", "gptj"])
 def test_the_angles_of_a_rotation_stay_in_float32(name, dtype, tmp_path):
@@ -109,6 +111,7 @@ def test_the_angles_of_a_rotation_stay_in_float32(name, dtype, tmp_path):
     assert {dtypes[name] for node in angles for name in (*node.inputs, *node.outputs)} <= {"float32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_step_computes_in_the_half_type_but_for_islands(dtype, tmp_path):
     """Products, norms, gates and attention read and compute the half type: no node widens the residual stream."""

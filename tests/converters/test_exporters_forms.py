@@ -13,6 +13,8 @@ from mlx_transmuter.model import load_folder
 from mlx_transmuter.program.signature import CACHE_INDEX_INPUT
 from mlx_transmuter.runtime.decoder import Decoder
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnx_ir")  # onnxruntime's quantizers to 4 bits need it
 

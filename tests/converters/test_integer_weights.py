@@ -154,6 +154,7 @@ def in_floats(file: Path) -> onnx.ModelProto:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma"])
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_a_dynamic_file_with_float_activations_has_quantized_layers(name, per_channel, tmp_path):
@@ -275,6 +276,7 @@ class Prompts:
         return iter(())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_a_static_qdq_file_keeps_its_roundings_or_drops_them_where_asked(name, per_channel, tmp_path):

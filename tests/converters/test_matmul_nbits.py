@@ -99,6 +99,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("columns", "block", "bits", "zeros", "order"), CASES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_blocks_become_a_quantized_layer_with_the_logits_of_onnxruntime(

@@ -15,6 +15,8 @@ from onnx import AttributeProto, TensorProto, numpy_helper
 from mlx_transmuter.converters.errors import ConvertError
 from mlx_transmuter.converters.pipeline import convert
 
+pytestmark = pytest.mark.slow
+
 IDS = [3, 1, 7, 5]
 LIMITS = [0, 1, -1, 2, 7, -2, 2**31 - 1, 2**31, -(2**31), 2**40, 2**62, -(2**63), 2**63 - 1]
 OPERATORS = [

@@ -102,6 +102,7 @@ def test_a_wrong_rewrite_is_left_out_and_recorded(source, out, monkeypatch, what
     assert records["make_linear_layers"]["held"] == 2  # one wrong rewrite costs no other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["numbers", "a node that cannot run", "no result", "a value that nothing gives"])
 @pytest.mark.parametrize("place", [1, 2, 5])
 def test_a_wrong_pool_rewrite_leaves_the_other_pool_rewrites_in_place(out, monkeypatch, what, place, llama):
@@ -114,6 +115,7 @@ def test_a_wrong_pool_rewrite_leaves_the_other_pool_rewrites_in_place(out, monke
     assert_runs_as_the_goldens(out, "llama")
 
 
+@pytest.mark.slow
 def test_two_wrong_rewrites_of_a_kind_leave_the_others_in_place(out, monkeypatch, llama):
     graph_rewrites, pool_rewrites = pipeline.GRAPH_REWRITES, trials.POOL_REWRITES
     wrong = WRONG["numbers"]

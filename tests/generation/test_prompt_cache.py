@@ -69,6 +69,7 @@ def block_border_lengths(block: int) -> list[int]:
     return sorted({n for edge in (block, 2 * block) for n in (edge - 1, edge, edge + 1) if n > 0})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 3, 16])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_second_prompt_computes_its_tail_alone(name, block, loaded, computed_counts):
@@ -112,6 +113,7 @@ def test_a_value_that_is_no_prompt_cache_is_refused(loaded):
         generation.generate(gen, [[5]], [0], prompt_cache="cache.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in UNSUPPORTED_MODELS])
 def test_golden_prompts_with_an_empty_and_a_full_cache(name, loaded):
     """The golden tokens of each fixture, first with an empty cache and then with all prompts in it."""
@@ -128,6 +130,7 @@ def test_golden_prompts_with_an_empty_and_a_full_cache(name, loaded):
 MODES = [("llama", "append"), ("mistral", "append"), ("llama_genai", "in_place"), ("gemma", "grow"), ("llama", "grow")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 3])
 @pytest.mark.parametrize(("name", "mode"), MODES)
 def test_a_graph_without_pools_shares_prefixes_too(name, mode, block, computed_counts):

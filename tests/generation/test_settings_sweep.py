@@ -24,6 +24,8 @@ from mlx_transmuter.generation.batch import Batch
 from mlx_transmuter.generation.logits.token_selection import row_random_keys
 from mlx_transmuter.generation.row_group import RowGroup
 
+pytestmark = pytest.mark.slow
+
 SWEEPS = {path.name.removesuffix(".json.gz"): path for path in sorted((FIXTURES / "sweep").glob("*.json.gz"))}
 LOGPROB_TOLERANCE = 1e-4  # of float32 sums in another order; the goldens have five digits
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -33,9 +32,7 @@ class OracleDrafter:
     def __init__(self, expected: Mapping[int, list[int]], seed: int):
         self.expected, self.draw = expected, np.random.default_rng(seed)
 
-    def propose(
-        self, rows: Mapping[int, Row], max_draft_tokens: Mapping[int, int], max_depths: Mapping[int, int], *_
-    ):
+    def propose(self, rows: Mapping[int, Row], max_draft_tokens: Mapping[int, int], max_depths: Mapping[int, int], *_):
         trees = {}
         for row, text in rows.items():
             right = self.expected[row][len(text.new_tokens) :]

@@ -18,6 +18,8 @@ from mlx_transmuter.generation import GenerationError
 from mlx_transmuter.runtime.decoder import Decoder
 from mlx_transmuter.runtime.module import ProgramModule
 
+pytestmark = pytest.mark.slow
+
 ARCHITECTURES = [
     "llama",
     "mistral",

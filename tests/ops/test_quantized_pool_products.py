@@ -133,6 +133,7 @@ def test_short_steps_multiply_quantized_pools_where_the_device_has_a_kernel(has_
     assert np.allclose(np.array(out), 1, atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "bloom", "gpt_oss"])
 def test_decoders_generate_the_same_tokens_with_both_products(name, bits, loaded):
