@@ -65,6 +65,9 @@ def _check_step(
     if len(shape) != 3 or shape[0] != rows or shape[2] != vocab:
         declared = [rows, length, vocab]
         return Contradiction(f"logits of shape {list(shape)} {step}", f"{declared}, as the file declares their axes")
+    dtype = outputs[signature.logits_output].dtype
+    if not mx.issubdtype(dtype, mx.floating):
+        return Contradiction(f"logits of type {dtype}", "logits of a float type")
     for pair in signature.cache_pairs:
         shape = tuple(outputs[pair.present].shape)
         if len(shape) <= pair.length_axis or shape[pair.length_axis] != length:

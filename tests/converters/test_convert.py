@@ -74,7 +74,7 @@ def test_the_model_card_says_what_was_proved(source, out):
         head.split("\n")
     )
     program = load_folder(out).decoder.program
-    assert f"limit {program.metadata['proof']['limit']:.0e}" in card
+    assert f"tolerance {program.metadata['proof']['limit']:.0e}" in card
     assert f"`{program.metadata['cache_mode']}`" in card
     assert "no tokenizer.json" in card
     at_work = {r["name"].replace("_", " ") for r in program.metadata["rewrites"] if r["held"] or r["declined"]}
