@@ -53,7 +53,7 @@ def test_the_arrays_of_a_batch_describe_each_tree():
     assert not ancestor_mask[1].any()
 
 
-@pytest.mark.parametrize("most", [1, 2, 5, 7, 20])
+@pytest.mark.parametrize("max_nodes", [1, 2, 5, 7, 20])
 def test_few_padded_sizes_fit_all_trees(max_nodes):
     sizes = {padded_node_count(nodes, max_nodes) for nodes in range(1, max_nodes + 2)}
     assert all(padded_node_count(nodes, max_nodes) >= nodes for nodes in range(1, max_nodes + 2))
