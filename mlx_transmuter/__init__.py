@@ -11,7 +11,8 @@ Names are imported when they are first used, so that `mlx-transmuter --help` doe
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+
+TYPE_CHECKING = False  # as in typing, whose import takes longer than all else here
 
 if TYPE_CHECKING:
     from mlx_transmuter import generation as generation

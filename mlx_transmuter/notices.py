@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from mlx_transmuter.errors import printable_text
+
 
 def print_notice(line: str) -> None:
-    """Prints one line on stderr, after the name of the program."""
-    print(f"mlx-transmuter: {line}", file=sys.stderr)
+    """Prints one line on stderr, after the name of the program; nothing where stderr is closed."""
+    if sys.stderr is not None:  # for print, None is stdout
+        print(f"mlx-transmuter: {printable_text(line, 3000)}", file=sys.stderr)

@@ -4,20 +4,17 @@ import io
 import json
 import os
 import re
-import shutil
-import signal
-import subprocess
 import sys
 
 import pytest
 from conftest import FIXTURES, answer, golden
-from standin_hub import standin_hub
 
 from mlx_transmuter import api, cli
 from mlx_transmuter.cli import generation_settings, model_loading
+from mlx_transmuter.errors import TransmuterError, printable_text
 from mlx_transmuter.hub import SourceError
+from mlx_transmuter.notices import print_notice
 from mlx_transmuter.tasks import text
-from mlx_transmuter.tokenizer import Tokenizer
 
 LLAMA = str(FIXTURES / "llama")
 
@@ -141,6 +138,18 @@ def test_without_a_model_the_demo_answers_its_prompt(run, monkeypatch):
         ("generate --chat-template-config {", "no JSON"),
         ("generate --chat-template-config []", "no JSON object"),
         ("generate --max-tok 5", "unrecognized arguments"),
+        ("generate --max-token 5", "Did you mean --max-tokens[?]"),
+        ("generate --max-token=5", "Did you mean --max-tokens[?]"),
+        ("generate -max-tokens=5 -p x", "invalid int value: 'ax-tokens=5'"),
+        ("generate -temp 1", "Did you mean --temp[?]"),
+        ("convert --modle x", "Did you mean --model[?]"),
+        ("--verison", "Did you mean --version[?]"),
+        ("generate --model=", "--model: the name is empty"),
+        ("generate --file= --model x", "--file: the name is empty"),
+        ("generate --draft-model= --model x", "--draft-model: the name is empty"),
+        ("chat --prompt-cache-file= --model x", "--prompt-cache-file: the name is empty"),
+        ("convert --model x --mlx-path=", "--mlx-path.*: the name is empty"),
+        ("convert --hf-path=", "--hf-path.*: the name is empty"),
         ("generate --kv-bits 3", "invalid choice"),
         ("generate --kv-bits 8 --kv-group-size 16", "invalid choice"),
         ("generate --num-draft-tokens 0", "1 or more"),
@@ -157,8 +166,22 @@ def test_without_a_model_the_demo_answers_its_prompt(run, monkeypatch):
 )
 def test_wrong_arguments_are_exit_code_2(run, args, message):
     code, out, err = run(*args.split())
-    assert (code, out) == (2, "")
+    assert (code, out, err.count("\n")) == (2, "", 1)
     assert re.search(message, err)
+
+
+def test_an_empty_name_is_not_the_demo_model(run):
+    for command in ("generate", "chat", "inspect"):
+        assert run(command, "--model", "")[0] == 2
+    code, _, err = run("inspect", "")
+    assert code == 2
+    assert "SOURCE: the name is empty" in err
+
+
+def test_text_after_two_dashes_or_with_spaces_is_no_flag(folder):
+    parse = cli.build_parser().parse_args
+    assert parse(["generate", "-p", "--not a flag"]).prompt == "--not a flag"
+    assert parse(["inspect", "--", "--folder"]).source == "--folder"
 
 
 def test_stdin_that_is_no_text_is_exit_code_2(run, folder, monkeypatch):
@@ -258,8 +281,13 @@ def test_convert_quantizes(run, tmp_path):
 
 def test_convert_writes_a_folder_that_generates(run, tmp_path):
     out = tmp_path / "out"
-    code, stdout, _ = run("convert", "--hf-path", LLAMA, "--mlx-path", out)
+    code, stdout, err = run("convert", "--hf-path", LLAMA, "--mlx-path", out)
     assert (code, stdout) == (0, f"{out}\n")
+    number = r"\d(\.\d)?e-\d\d"
+    proved = (
+        rf"mlx-transmuter: proved: logits within {number} of their range \(tolerance {number}\); cache mode append\n"
+    )
+    assert re.fullmatch(proved, err)
     row = golden("llama")["rows"][0]
     assert text.generation(api.load(out))(row["prompt"]).tokens == row["tokens"]
     assert run("convert", "--model", LLAMA, "-o", out)[0] == 0  # an earlier conversion is replaced
@@ -319,122 +347,68 @@ def test_inspect_says_why_a_rewrite_did_not_hold(run, folder, tmp_path):
     assert re.search(r"3 fuse\n +skipped 4: w has rank 2\n", out)
 
 
-# Chat.
+# Names from files, in messages.
 
 
-def test_chat_keeps_what_was_said_until_it_is_reset(run, folder, monkeypatch):
-    lines = iter(["Hi", "", "More", "/reset", "Hi", "/exit", "never read"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    seen = []
-    stream = text.TextGeneration.stream
-    monkeypatch.setattr(
-        text.TextGeneration, "stream", lambda self, said, *, seed: seen.append(said) or stream(self, said, seed=seed)
-    )
-    code, out, _ = run("chat", "--model", folder, "-m", 3, "--system-prompt", "Be brief.")
-    first, second, third = out.splitlines()
-    system, hi = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
-    assert code == 0
-    assert seen[0] == seen[2] == [system, hi]
-    assert seen[1] == [system, hi, {"role": "assistant", "content": first}, {"role": "user", "content": "More"}]
-    assert first == third == answer(folder, seen[0], max_new_tokens=3)
-    assert second == answer(folder, seen[1], max_new_tokens=3)
+@pytest.mark.parametrize(
+    ("text", "printed"),
+    [
+        ("/модели/モデル　新/ação/q4.onnx", "/модели/モデル　新/ação/q4.onnx"),
+        ("a\x1b[2Jb\x07\x9b31m", "a\\x1b[2Jb\\x07\\x9b31m"),
+        ("two\nlines\tof it\r", "two lines of it "),
+        ("gpj\u202eexe.\udcff", "gpj\\u202eexe.\\udcff"),
+        ("می\u200cخواهم", "می\u200cخواهم"),
+    ],
+)
+def test_text_from_a_file_is_printable(text, printed, capsys):
+    assert printable_text(text) == printed
+    print_notice(text)
+    assert capsys.readouterr().err == f"mlx-transmuter: {printed}\n"
+    error = TransmuterError(text, text, text, text, text)
+    assert str(error) == f"{printed}: node {printed}: found {printed}; expected {printed}. To fix it: {printed}."
+    assert (error.where, error.found, error.node) == (text, text, text)
 
 
-def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves(run, folder, monkeypatch):
-    def lines():
-        yield "Hi"
-        yield KeyboardInterrupt  # at the prompt: it only begins a new line
-        yield "More"
-        yield EOFError
-
-    read = lines()
-
-    def input_(prompt):
-        line = next(read)
-        if isinstance(line, str):
-            return line
-        raise line
-
-    said = []
-
-    def stream(self, messages, *, seed):
-        said.append(messages)
-        yield text.Piece("half an ")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("builtins.input", input_)
-    monkeypatch.setattr(text.TextGeneration, "stream", stream)
-    code, out, _ = run("chat", "--model", folder)
-    assert (code, out) == (0, "half an \n\nhalf an \n\n")
-    assert said[1][1] == {"role": "assistant", "content": "half an "}
+def test_a_long_text_loses_its_middle():
+    for long in ("a" + "x" * 100_000 + "z", "a" + "\x1b" * 100_000 + "z"):
+        short = printable_text(long)
+        assert len(short) == 500
+        assert (short[0], short[-1]) == ("a", "z")
+        assert "..." in short
+        assert len(str(TransmuterError(long, long, long, long, long))) < 2600
+    assert printable_text("x" * 500) == "x" * 500
 
 
-def test_a_conversation_that_grew_too_long_goes_on_after_a_reset(run, folder, monkeypatch):
-    lines = iter(["long " * 200, "/reset", "Hi", "/exit"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    code, out, err = run("chat", "--model", folder, "-m", 2)
-    assert code == 0
-    assert "256 positions" in err
-    assert "/reset" in err
-    assert out == answer(folder, [{"role": "user", "content": "Hi"}], max_new_tokens=2) + "\n"
+def test_names_of_a_folder_are_printable_in_a_command(run, folder, tmp_path, monkeypatch):
+    escape = "\x1b]0;owned\x07" + "n" * 100_000
+    program = json.loads((folder / "program.json").read_text())
+    program["meta"]["source"] = {"file": escape}
+    program["meta"]["rewrites"] = [{"name": escape, "held": 3, "declined": {escape: 4}}]
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "program.json").write_text(json.dumps(program))
+    code, out, err = run("inspect", tmp_path)
+    assert (code, err) == (0, "")
+    assert "\\x1b]0;owned\\x07nnn" in out
+    assert "\x1b" not in out
+    assert max(map(len, out.splitlines())) <= 500
+    for error in (
+        RuntimeError(escape),
+        OSError(2, "No such file", escape),
+        OSError(28, "full", escape),
+        OSError(escape),
+    ):
 
+        def convert(*args, error=error, **options):
+            raise error
 
-def test_chat_needs_a_template(run, folder, monkeypatch):
-    monkeypatch.setattr(Tokenizer, "has_chat_template", False)
-    code, _, err = run("chat", "--model", folder)
-    assert code == 1
-    assert "no chat template" in err
-
-
-# A process of its own.
-
-
-def process(*args, **options):
-    env = {**os.environ, "MLX_DISABLE_COMPILE": "1", **options.pop("env", {})}
-    return subprocess.Popen(
-        [sys.executable, "-m", "mlx_transmuter", *map(str, args)],
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env, **options},
-    )
-
-
-def test_help_needs_no_mlx():
-    code = "import sys\nfrom mlx_transmuter.cli import main\ntry: main(['generate', '--help'])\n"
-    code += "except SystemExit: print('mlx.core' in sys.modules, 'numpy' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert "mlx_lm applies it last" in " ".join(out.split())
-    assert out.endswith("False False\n")
-
-
-@pytest.mark.slow
-def test_a_repository_from_the_hub_and_again_without_it(tmp_path):
-    with standin_hub() as server:
-        server.add("user/llama", FIXTURES / "llama")
-        env = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1"}
-        args = ["generate", "--model", "user/llama", "-p", "Hi", "-m", 3, "--verbose", "False"]
-        out, err = process(*args, env=env).communicate()
-        assert "converted user/llama (model.onnx) once" in err
-        assert "golden.json" not in server.downloaded()
-    assert process(*args, env=env).communicate() == (out, "")
-    other = process(*args[:2], "user/nothing", *args[3:], env={**env, "HF_HUB_OFFLINE": "1"})
-    assert "offline" in other.communicate()[1]
-    assert other.returncode == 1
-
-
-def test_a_reader_that_goes_is_no_error(folder):
-    child = process("generate", "--model", folder, "-p", "Hi", "-m", 5)
-    child.stdout.close()
-    child.stdout = None
-    assert child.communicate()[1] == ""
-    assert child.returncode == 141
-
-
-def test_ctrl_c_in_a_text_is_exit_code_130(folder, tmp_path):
-    endless = tmp_path / "endless"
-    shutil.copytree(folder, endless)
-    (endless / "generation_config.json").write_text('{"suppress_tokens": [2]}')  # the only eos
-    child = process("generate", "--model", endless, "-p", "Hi", "-m", 200, bufsize=0)
-    assert child.stdout.read(10) == "=========="
-    child.send_signal(signal.SIGINT)
-    out, err = child.communicate()
-    assert (child.returncode, err.strip()) == (130, "")
-    assert "Generation:" not in out
+        monkeypatch.setattr(api, "convert", convert)
+        code, _, err = run("convert", "--model", "x")
+        assert code == 1
+        assert "\\x1b]0;owned" in err
+        assert "\x1b" not in err
+        assert len(err) < 700
+    code, _, err = run("generate", "--prompt", "x", escape)
+    assert code == 2
+    assert "\x1b" not in err
+    assert len(err) < 700

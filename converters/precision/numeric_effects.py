@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from mlx_transmuter.converters.proof import proof
 from mlx_transmuter.converters.proof.proof import ProofBatch, ProofCase
 from mlx_transmuter.converters.proof.staged_weights import SharedArrays, StagedWeights
 from mlx_transmuter.converters.proof.tolerances import TOLERANCES
+from mlx_transmuter.notices import print_notice
 from mlx_transmuter.precision_options import Quantization
 from mlx_transmuter.program import Program
 from mlx_transmuter.program.signature import DecoderSignature
@@ -115,4 +115,4 @@ def _print_quantized_layers(layers: Counter[int], unquantized: dict[str, str], g
     for reason, count in Counter(unquantized.values()).items():
         example = next(layer for layer, other in unquantized.items() if other == reason)
         line += f"; {count} stay as they are ({example}): {reason}"
-    print(f"mlx-transmuter: {line}", file=sys.stderr)
+    print_notice(line)

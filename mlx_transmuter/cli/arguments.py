@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any, NoReturn
 
 from mlx_transmuter import __version__
+from mlx_transmuter.errors import printable_text, question_of_closest
 
 DESCRIPTION = "Run ONNX decoders on Apple silicon through MLX."
 SAMPLING_EPILOG = """\
@@ -19,18 +22,45 @@ generate and chat take the file as --prompt-cache-file. The prompt is still give
 beginning of it that is in the file is computed. A file of a system prompt alone saves its computation in each run."""
 
 
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, and name the flag that an unknown one is most like."""
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] its overloads differ by Python's version
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        args = sys.argv[1:] if args is None else list(args)
+        for arg in args:
+            if arg == "--" or (self._subparsers and not arg.startswith("-")):  # what follows a command is its own
+                break
+            flag = arg.split("=")[0]
+            if flag.startswith("--") and " " not in arg and flag not in self._option_string_actions:
+                self._refuse_arguments([arg])  # first, for a required one that is misspelt would be called missing
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self._refuse_arguments(unknown)
+        return namespace, unknown
+
+    def _refuse_arguments(self, arguments: list[str]) -> NoReturn:
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        question = question_of_closest(arguments[0].split("=")[0], flags) if arguments[0].startswith("-") else ""
+        self.error(f"unrecognized arguments: {' '.join(arguments)}.{question}")
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {printable_text(message)} (see {self.prog} --help)\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; its result's `run` takes the arguments and gives the exit code."""
-    parser = argparse.ArgumentParser("mlx-transmuter", description=DESCRIPTION, allow_abbrev=False)
+    """Returns the parser of all commands; the arguments' `import_command` gives what runs them: its exit code."""
+    parser = CommandParser("mlx-transmuter", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="command", required=True)
 
-    def command(name: str, summary: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    def command(name: str, summary: str, epilog: str | None = None) -> CommandParser:
         added = commands.add_parser(
             name, help=summary, description=summary[0].upper() + summary[1:] + ".", epilog=epilog, allow_abbrev=False
         )
         added.set_defaults(
-            run=lambda args: import_module(f"mlx_transmuter.cli.{name.replace('-', '_')}").run(args),
+            import_command=lambda: import_module(f"mlx_transmuter.cli.{name.replace('-', '_')}").run,
             usage_error=added.error,
         )
         return added
@@ -46,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="also print speeds, compiled shapes and memory (default: True)",
     )  # fmt: skip
 
-    chat = command("chat", "hold a conversation (/reset begins anew, /exit or Ctrl-D leaves)", SAMPLING_EPILOG)
+    chat = command("chat", "hold a conversation (/help lists its commands)", SAMPLING_EPILOG)
     _add_model_arguments(chat)
     _add_generation_arguments(chat)
 
@@ -55,15 +85,17 @@ def build_parser() -> argparse.ArgumentParser:
     _add_prompt_arguments(cached)
     _add_chat_arguments(cached)
     _add_kv_arguments(cached)
-    cached.add_argument("--prompt-cache-file", required=True, metavar="FILE", help="the safetensors file to write")
+    cached.add_argument(
+        "--prompt-cache-file", required=True, type=_parse_name, metavar="FILE", help="the safetensors file to write"
+    )
 
     convert = command("convert", "convert an ONNX decoder into a folder that loads without onnx")
     convert.add_argument(
-        "--hf-path", "--model", required=True, dest="model", metavar="SOURCE",
+        "--hf-path", "--model", required=True, dest="model", type=_parse_name, metavar="SOURCE",
         help="repository id, folder with ONNX files, or ONNX file",
     )  # fmt: skip
     convert.add_argument(
-        "--mlx-path", "--out", "-o", dest="out", default="mlx_model", metavar="FOLDER",
+        "--mlx-path", "--out", "-o", dest="out", default="mlx_model", type=_parse_name, metavar="FOLDER",
         help="where the converted folder goes (default: mlx_model)",
     )  # fmt: skip
     _add_file_arguments(convert)
@@ -85,7 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
 
     inspect = command("inspect", "print a model's cache mode, inputs, operators, size and rewrites")
-    inspect.add_argument("source", nargs="?", metavar="SOURCE", help="the same as --model")
+    inspect.add_argument("source", nargs="?", type=_parse_name, metavar="SOURCE", help="the same as --model")
     _add_model_arguments(inspect)
     inspect.add_argument("--json", action="store_true", help="print it as JSON")
     return parser
@@ -93,20 +125,22 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", metavar="SOURCE",
+        "--model", type=_parse_name, metavar="SOURCE",
         help="converted folder, repository id, folder with ONNX files, or ONNX file (default: the small demo model)",
     )  # fmt: skip
     _add_file_arguments(parser)
 
 
 def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--file", metavar="NAME", help="the ONNX file inside the source, such as onnx/model_q4.onnx")
+    parser.add_argument(
+        "--file", type=_parse_name, metavar="NAME", help="the ONNX file inside the source, such as onnx/model_q4.onnx"
+    )
     parser.add_argument(
         "--dtype", type=_parse_dtype, metavar="DTYPE",
         help="pick the file by its dtype: fp32 fp16 q4 q4f16 q8 int8 uint8 bnb4 (default: the most precise); "
         "or convert to a float type: float16 bfloat16 float32",
     )  # fmt: skip
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the repository")
+    parser.add_argument("--revision", type=_parse_name, metavar="NAME", help="branch, tag or commit of the repository")
 
 
 def _add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,7 +178,12 @@ def _add_generation_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefill-step-size", type=_number_in_range(int, 1), metavar="N",
         help="most tokens of the prompt in one step (default: 2048, on a CPU 128)",
     )  # fmt: skip
-    add("--prompt-cache-file", metavar="FILE", help="what cache-prompt computed; the prompt begins with its tokens")
+    add(
+        "--prompt-cache-file",
+        type=_parse_name,
+        metavar="FILE",
+        help="what cache-prompt computed; the prompt begins with its tokens",
+    )
     _add_kv_arguments(parser)
     add(
         "--max-tokens",
@@ -176,6 +215,7 @@ def _add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=_number_in_range(int, 0), metavar="N", help="seed of sampling (default: random)")
     add(
         "--draft-model",
+        type=_parse_name,
         metavar="SOURCE",
         help="a smaller model of the same tokenizer that drafts tokens; output unchanged",
     )
@@ -200,6 +240,12 @@ def _number_in_range(kind: type, low: float, high: float = float("inf")) -> Call
 
     number.__name__ = kind.__name__  # argparse says "invalid int value" with it
     return number
+
+
+def _parse_name(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the name is empty, as that of a shell variable that is not set")
+    return text
 
 
 def _parse_bool(text: str) -> bool:

@@ -4,49 +4,101 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
+import select
 import sys
 
 from mlx_transmuter.cli.generation_settings import kv_settings, text_generation
 from mlx_transmuter.cli.model_loading import load_model, load_prompt_cache, model_label
 from mlx_transmuter.cli.prompts import system_messages
+from mlx_transmuter.errors import question_of_closest, shorten
 from mlx_transmuter.generation import GenerationError, PromptCache
+from mlx_transmuter.model import Model
 from mlx_transmuter.notices import print_notice
 from mlx_transmuter.tokenizer import TokenizerError
 
+COMMANDS = {"/help": "lists the commands", "/reset": "begins anew", "/exit": "leaves"}
+KEYS = "Ctrl-C stops an answer, Ctrl-D leaves"
+# The pieces of a pasted block come faster than anybody types.
+SECONDS_BETWEEN_PASTED_LINES = 0.02
+
 
 def run(args: argparse.Namespace) -> int:
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 input() then has history and editing
+    _prepare_line_editing()
     model = load_model(args)
     if model.tokenizer is None or not model.tokenizer.has_chat_template:
         raise GenerationError(model_label(args), "no chat template", "a model made for chats", "use generate instead")
-    cache = load_prompt_cache(model, args)
-    if cache is None:
-        with contextlib.suppress(GenerationError):  # a model without one computes each turn from its beginning
-            cache = PromptCache(model, **kv_settings(args))
-    generation = text_generation(model, args, cache)
-    print_notice("/reset begins anew, Ctrl-C stops an answer, /exit or Ctrl-D leaves")
+    generation = text_generation(model, args, load_prompt_cache(model, args) or _new_prompt_cache(model, args))
+    print_notice(_help_text())
     conversation = system_messages(args)
     while True:
         try:
-            line = input("> ")
+            turn = _read_turn()
         except EOFError:
             print()
             return 0
         except KeyboardInterrupt:
             print()
             continue
-        if line.strip() == "/exit":
+        if turn.strip() == "/exit":
             return 0
-        if line.strip() == "/reset":
+        if turn.strip() == "/reset":
             conversation = system_messages(args)
-        elif line.strip():
+        elif _is_command(turn):
+            print_notice(_reply_to_command(turn.strip()))
+        elif turn.strip():
             try:
-                answer = _print_answer(generation, [*conversation, {"role": "user", "content": line}], args.seed)
+                answer = _print_answer(generation, [*conversation, {"role": "user", "content": turn}], args.seed)
             except (GenerationError, TokenizerError) as error:  # such as a conversation that grew too long
                 print_notice(f"{error} (/reset begins anew)")
                 continue
-            conversation += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
+            conversation += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
+
+
+def _new_prompt_cache(model: Model, args: argparse.Namespace) -> PromptCache | None:
+    with contextlib.suppress(GenerationError):  # a model without one computes each turn from its beginning
+        return PromptCache(model, **kv_settings(args))
+    return None
+
+
+def _prepare_line_editing() -> None:
+    with contextlib.suppress(ImportError):
+        import readline  # input() then has history and editing
+
+        readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted block is one line, with its line breaks
+
+
+def _is_command(turn: str) -> bool:
+    """Whether the turn is one line whose first word is a slash and letters; a path has more, such as /usr/bin."""
+    return re.fullmatch(r"/[A-Za-z]+([ \t].*)?", turn.rstrip()) is not None
+
+
+def _help_text() -> str:
+    return ", ".join(f"{command} {effect}" for command, effect in COMMANDS.items()) + f", {KEYS}"
+
+
+def _reply_to_command(text: str) -> str:
+    if text == "/help":
+        return _help_text()
+    commands = f"the commands: {_help_text()}; with a space before it, it goes to the model"
+    return f"no command {shorten(text)}.{question_of_closest(text.split()[0], list(COMMANDS))} {commands}"
+
+
+def _read_turn() -> str:
+    """Returns the lines of one turn: a line, or in a terminal a pasted block, whose lines arrive at once.
+
+    A command is a turn of its own. Into a pipe no prompt is written; from a pipe each line is a turn.
+    """
+    in_terminal = sys.stdin.isatty()
+    lines = [input("> " if in_terminal and sys.stdout.isatty() else "")]
+    with contextlib.suppress(EOFError):
+        while in_terminal and not _is_command(lines[0]) and _has_input():
+            lines.append(input(""))
+    return "\n".join(lines).rstrip("\n")
+
+
+def _has_input() -> bool:
+    return bool(select.select([sys.stdin], [], [], SECONDS_BETWEEN_PASTED_LINES)[0])
 
 
 def _print_answer(generation, messages: list[dict[str, str]], seed: int | None) -> str:

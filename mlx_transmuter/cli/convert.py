@@ -6,7 +6,11 @@ import argparse
 from typing import Any
 
 from mlx_transmuter import api
+from mlx_transmuter.cli.inspect import describe_plan, describe_proof
+from mlx_transmuter.model import load_module
+from mlx_transmuter.notices import print_notice
 from mlx_transmuter.precision_options import PrecisionError, Quantization
+from mlx_transmuter.program.metadata import Metadata
 
 
 def run(args: argparse.Namespace) -> int:
@@ -19,6 +23,9 @@ def run(args: argparse.Namespace) -> int:
         quantize=_quantization_spec(args),
         float_activations=args.float_activations,
     )
+    program = load_module(out).program  # its weights are not read
+    if proof := Metadata(program.metadata).proof:
+        print_notice(f"proved: {describe_proof(proof)}; cache mode {describe_plan(program)}")
     print(out)
     return 0
 

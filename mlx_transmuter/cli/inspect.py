@@ -10,21 +10,23 @@ from collections import Counter
 from typing import Any
 
 from mlx_transmuter.cli.model_loading import load_model
+from mlx_transmuter.errors import printable_text
 from mlx_transmuter.model import Model
-from mlx_transmuter.program import Value
-from mlx_transmuter.program.metadata import Metadata
+from mlx_transmuter.program import Program, Value
+from mlx_transmuter.program.metadata import Metadata, ProofSummary
 from mlx_transmuter.program.run_plan import RunPlan
 from mlx_transmuter.program.signature import DecoderSignature
 
 
 def run(args: argparse.Namespace) -> int:
-    args.model = args.model or args.source
+    args.model = args.source if args.model is None else args.model
     model = load_model(args)
     description = describe_model(model)
     if args.json:
         print(json.dumps(description, indent=2))
     else:
-        print("\n".join(_report_lines(description) + _conversion_lines(Metadata(model.decoder.program.metadata))))
+        lines = _report_lines(description) + _conversion_lines(Metadata(model.decoder.program.metadata))
+        print("\n".join(printable_text(line) for line in lines))
     return 0
 
 
@@ -41,7 +43,7 @@ def describe_model(model: Model) -> dict[str, Any]:
         "source": meta.get("source"),
         "model_type": model.config.get("model_type"),
         "cache_mode": model.cache_mode,
-        "plan": RunPlan.from_program(program, DecoderSignature.from_program(program)).label,
+        "plan": describe_plan(program),
         "branch": meta.get("branch"),
         "max_positions": meta.get("max_positions"),
         "size": sum(file.stat().st_size for file in model.folder.glob("*.safetensors")),
@@ -58,6 +60,16 @@ def describe_model(model: Model) -> dict[str, Any]:
         "cast": meta.get("cast"),
         "quantization": meta.get("quantization"),
     }
+
+
+def describe_plan(program: Program) -> str:
+    """Returns how the decoder runs in a few words, its cache mode first."""
+    return RunPlan.from_program(program, DecoderSignature.from_program(program)).label
+
+
+def describe_proof(proof: ProofSummary) -> str:
+    """Returns how near the converted graph's logits are to those of the source, and how near they had to be."""
+    return f"logits within {proof.error:.1e} of their range (tolerance {proof.tolerance:.0e})"
 
 
 def _describe_value(value: Value) -> dict[str, Any]:
@@ -95,7 +107,7 @@ def _conversion_lines(metadata: Metadata) -> list[str]:
         lines.append(f"  {rewrite.replaced:6} {rewrite.name.replace('_', ' ')}")
         lines += [f"         skipped {count}: {reason}" for reason, count in rewrite.skipped.items()]
     if proof := metadata.proof:
-        lines.append(f"proof        logits within {proof.error:.1e} of their range (tolerance {proof.tolerance:.0e})")
+        lines.append(f"proof        {describe_proof(proof)}")
     if floats := metadata.float_activations:
         lines.append(
             f"activations  in float where the file rounds them: logits move by {floats.error:.1e} of their range"

@@ -17,7 +17,8 @@ def load_model(args: argparse.Namespace) -> Model:
     """The model of --model, or the demo model of the package with a notice."""
     if args.model is None:
         print_notice("no --model: taking the demo model that comes with the package")
-    return api.load(args.model or DEMO_FOLDER, file=args.file, dtype=args.dtype, revision=args.revision)
+    source = DEMO_FOLDER if args.model is None else args.model
+    return api.load(source, file=args.file, dtype=args.dtype, revision=args.revision)
 
 
 def model_label(args: argparse.Namespace) -> str:
