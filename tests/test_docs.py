@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import NAMES
+
+from mlx_transmuter.runtime.decoder import Decoder
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -37,6 +40,18 @@ def test_the_table_of_rewrites_is_up_to_date(converted):
         for column in report_rewrites.ERROR_COLUMNS:
             del row[column]
     assert written == rows, "run scripts/report_rewrites.py"
+
+
+@pytest.mark.slow
+def test_the_table_of_quantized_caches_has_a_line_for_each_model_with_keys_and_values(loaded):
+    """What the lines say is measured; their models and sizes of heads are not."""
+    page = (ROOT / "docs" / "caches.md").read_text(encoding="utf-8")
+    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    pairs = {name: Decoder(loaded(name).decoder, 1).signature.cache_pairs for name in NAMES}
+    expected = [[name, str(pairs[name][0].head_dim)] for name in NAMES if pairs[name]]
+    assert [line[:2] for line in lines if line[0] not in ("model", "demo")] == expected, (
+        "run scripts/measure_kv_bits.py"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
