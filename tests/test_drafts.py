@@ -147,6 +147,7 @@ def test_a_row_may_accept_nothing_and_padding_stores_nothing(loaded):
         assert np.abs(ops.to_host(logits[row]) - want).max() <= 1e-5 * np.ptp(want)
 
 
+@pytest.mark.slow
 def test_a_draft_is_refused_where_it_cannot_be_right(loaded):
     ancestor_mask, depths = np.ones((1, 1, 1), bool), np.zeros((1, 1), np.int32)
     tokens = np.array([[5]], np.int32)

@@ -270,6 +270,7 @@ def test_a_random_model_is_read_or_refused(made, folder):
     read_or_refuse(made.SerializeToString(), folder / "model.onnx")
 
 
+@pytest.mark.slow
 @QUICK
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["llama_genai", "qwen2_dynamo_raw"])
