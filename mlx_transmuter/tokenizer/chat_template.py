@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +40,15 @@ class ChatTemplates:
             names = f"only {', '.join(self._sources)}" if self._sources else "none"
             raise TokenizerError(f"no chat template in the tokenizer ({names})", do="give the prompt as plain text")
         variables: dict[str, Any] = {**self._special_tokens, "tools": tools, "documents": None, **template_vars}
+        from mlx_transmuter.tokenizer.template_environment import TemplateEnvironment, rendering_budget
+
         try:
-            if name not in self._compiled:
-                self._compiled[name] = _jinja_environment().from_string(self._sources[name])
-            return self._compiled[name].render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **variables
-            )
+            with rendering_budget():
+                if name not in self._compiled:
+                    self._compiled[name] = TemplateEnvironment().from_string(self._sources[name])
+                return self._compiled[name].render(
+                    messages=messages, add_generation_prompt=add_generation_prompt, **variables
+                )
         except Exception as error:  # a template is a program: it may fail in any way
             raise TokenizerError(f"a chat template that failed: {first_line(error)}") from error
 
@@ -75,31 +76,3 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         if file.is_file():
             templates[name] = decode_utf8(read_limited(file, MAX_TEMPLATE_BYTES), file)
     return templates
-
-
-def _jinja_environment():
-    """The Jinja environment of transformers' chat_template_utils: its sandbox, filters and `{% generation %}` block."""
-    import jinja2
-    from jinja2 import ext, nodes
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(ext.Extension):
-        tags = {"generation"}  # noqa: RUF012 jinja2 declares it as an attribute of each extension
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    def raise_exception(message):
-        raise jinja2.TemplateError(message)
-
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return environment

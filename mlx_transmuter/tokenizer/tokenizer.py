@@ -10,11 +10,13 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, processors
 
-from mlx_transmuter.errors import first_line, shorten
+from mlx_transmuter.errors import shorten
 from mlx_transmuter.tokenizer.chat_template import ChatTemplates, read_templates
+from mlx_transmuter.tokenizer.components import normalizer_growth, set_byte_level_decoder
 from mlx_transmuter.tokenizer.detokenizer_stream import DetokenizerStream
-from mlx_transmuter.tokenizer.errors import TokenizerError
+from mlx_transmuter.tokenizer.errors import TokenizerError, library_errors
 from mlx_transmuter.tokenizer.files import MAX_TOKENIZER_BYTES, read_json_object, read_limited
+from mlx_transmuter.tokenizer.tokenization_spaces import clean_up_spaces
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -22,12 +24,19 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 # update_post_processor: what each adds before a text where tokenizer_config.json does not say.
 _ADDS_BOS = {"Llama": True, "CodeLlama": True, "Gemma": True, "Cohere": True, "GPTNeoX": False}
 
+# What a normalizer may make of one text, in characters; the library takes about 20 bytes for each.
+MAX_NORMALIZED_CHARACTERS = 2**28
+
 
 class Tokenizer:
     """A `tokenizers.Tokenizer` as transformers' PreTrainedTokenizerFast sets it up, less what cuts or pads a text.
 
+    Differs from transformers in one more way: byte-level tokens are decoded to their bytes whatever decoder the file
+    names, where transformers prints "HiĠÃ©" for "Hi é".
+
     `special_tokens` maps names (bos_token, eos_token, pad_token, ...) to their text. `eos_token_ids` are the ids of all
     files that name one, joined: generation_config.json, tokenizer_config.json and genai_config.json.
+    `clean_up_tokenization_spaces` is the tokenizer_config's, False where it is absent.
     """
 
     def __init__(
@@ -43,12 +52,15 @@ class Tokenizer:
         self.special_tokens = {
             name: text for name in SPECIAL_TOKENS if (text := _token_text(self.config.get(name))) is not None
         }
+        self.clean_up_tokenization_spaces = bool(self.config.get("clean_up_tokenization_spaces", False))
         self._chat_templates = ChatTemplates(templates or {}, self.special_tokens)
+        self._normalizer_growth = normalizer_growth(backend)
         backend.no_truncation()
         backend.no_padding()
         _add_tokens(backend, self.config, self.special_tokens)
         _set_prefix_space(backend, self.config)
         _set_post_processor(backend, self.config, self.special_tokens)
+        set_byte_level_decoder(backend)
         named = self.token_id("eos_token")
         self.eos_token_ids = sorted({*eos_token_ids, *(() if named is None else (named,))})
 
@@ -65,14 +77,8 @@ class Tokenizer:
         if not file.is_file():
             return None
         data = read_limited(file, MAX_TOKENIZER_BYTES)
-        try:
+        with library_errors(where=file, expected="a tokenizer of the tokenizers library"):
             backend = tokenizers.Tokenizer.from_buffer(data)
-        except BaseException as error:  # the library panics on some malformed files, outside Exception
-            if isinstance(error, (KeyboardInterrupt, SystemExit)):
-                raise
-            raise TokenizerError(
-                first_line(error), where=file, expected="a tokenizer of the tokenizers library"
-            ) from None
         config = {
             **read_json_object(folder / "special_tokens_map.json"),
             **read_json_object(folder / "tokenizer_config.json"),
@@ -85,12 +91,9 @@ class Tokenizer:
             ),
             *_eos_ids(genai.get("eos_token_id") if isinstance(genai, dict) else None, folder / "genai_config.json"),
         ]
-        try:
-            return cls(backend, config, templates=read_templates(folder, config), eos_token_ids=eos)
-        except TokenizerError:
-            raise
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise TokenizerError(first_line(error), where=folder / "tokenizer_config.json") from error
+        templates = read_templates(folder, config)
+        with library_errors(where=folder / "tokenizer_config.json"):
+            return cls(backend, config, templates=templates, eos_token_ids=eos)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -107,22 +110,36 @@ class Tokenizer:
         return self.backend.token_to_id(self.special_tokens.get(name, name))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text. One that starts with the bos token itself, as chat templates' do, gets no second one."""
-        try:
-            ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except (TypeError, UnicodeEncodeError):
-            raise TokenizerError(f"text {shorten(text)}", expected="a str of valid Unicode") from None
-        bos = self.special_tokens.get("bos_token")
-        if bos and add_special_tokens and text.startswith(bos) and ids[:2] == [self.token_id("bos_token")] * 2:
-            del ids[0]
-        return ids
+        """The ids of a text, with those that the post-processor adds before and after it.
+
+        A text that begins with the bos token itself gets a second one, as in transformers: encode what a chat template
+        renders with add_special_tokens=False. Raises TokenizerError for text that is no valid Unicode, that the
+        normalizer may make longer than 2**28 characters, or on which the library fails. The time of one call has no
+        bound of its own (Rust code cannot be interrupted), but the regular expressions of the library give up.
+        """
+        if isinstance(text, str) and len(text) * self._normalizer_growth > MAX_NORMALIZED_CHARACTERS:
+            raise TokenizerError(
+                f"{len(text):,} characters, and a normalizer that makes up to {self._normalizer_growth:,} of each",
+                expected=f"at most {MAX_NORMALIZED_CHARACTERS:,} characters after it",
+            )
+        with library_errors("a text on which the tokenizer fails: "):
+            try:
+                return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            except (TypeError, UnicodeEncodeError):
+                raise TokenizerError(f"text {shorten(text)}", expected="a str of valid Unicode") from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
-        try:
-            return self.backend.decode([int(id) for id in ids], skip_special_tokens=skip_special_tokens)
-        except (OverflowError, TypeError, ValueError):
-            raise TokenizerError(f"token ids {shorten(ids)}", expected="integers from 0 to 4294967295") from None
+        """The text of ids; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing.
+
+        Loses the spaces before punctuation where `clean_up_tokenization_spaces` is set, special tokens or not, as in
+        transformers. Raises TokenizerError for ids that cannot be, and where the library fails.
+        """
+        with library_errors("token ids on which the decoder fails: "):
+            try:
+                text = self.backend.decode([int(id) for id in ids], skip_special_tokens=skip_special_tokens)
+            except (OverflowError, TypeError, ValueError):
+                raise TokenizerError(f"token ids {shorten(ids)}", expected="integers from 0 to 4294967295") from None
+        return clean_up_spaces(text) if self.clean_up_tokenization_spaces else text
 
     def stream(self) -> DetokenizerStream:
         """A new stream of text for the tokens of one sequence, special tokens skipped."""
@@ -144,7 +161,8 @@ class Tokenizer:
 
         `tools` are JSON schemas; with them a template named tool_use is taken where there is one, else the default.
         `template_vars` reach the template by name. Encode the text with add_special_tokens=False. The template runs in
-        Jinja's immutable sandbox. Raises TokenizerError where there is no template or it refuses the messages.
+        Jinja's immutable sandbox, with bounds on its time and on the text it makes (template_environment.py). Raises
+        TokenizerError where there is no template, it refuses the messages, or it goes over a bound.
         """
         return self._chat_templates.render(messages, add_generation_prompt, tools, template_vars)
 
