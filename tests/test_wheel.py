@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +63,21 @@ def wheel(tmp_path_factory) -> Iterator[zipfile.ZipFile]:
     with zipfile.ZipFile(file) as archive:
         archive.extractall(place / "site")
         yield archive
+
+
+def test_a_wheel_made_from_the_source_distribution_has_the_converters(tmp_path):
+    build = [sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path)]
+    subprocess.run([*build, "-t", "sdist"], cwd=ROOT, check=True, capture_output=True)
+    (file,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(file) as archive:
+        names = archive.getnames()
+        assert len(names) == len(set(names))
+        archive.extractall(tmp_path, filter="data")
+    subprocess.run([*build, "-t", "wheel"], cwd=tmp_path / names[0].split("/")[0], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        files = {f"mlx_transmuter/{path.relative_to(ROOT)}" for path in (ROOT / "converters").rglob("*.py")}
+        assert files <= set(archive.namelist())
 
 
 def run(wheel: zipfile.ZipFile, *args: str, text: str = "", **more: str) -> subprocess.CompletedProcess:

@@ -20,3 +20,7 @@ def test_heads_are_split_and_merged_again(groups, seq):
     heads = split_heads(mx.array(x.reshape(shape)), heads=HEADS)
     np.testing.assert_array_equal(np.array(heads), x.reshape(2, seq, HEADS, DIM).swapaxes(1, 2))
     np.testing.assert_array_equal(np.array(merge_heads(heads)), x.reshape(2, seq, width))
+
+
+def test_no_rows_have_no_heads():
+    assert split_heads(mx.zeros((0, 5, HEADS * DIM)), heads=HEADS).shape == (0, HEADS, 5, DIM)

@@ -1,14 +1,17 @@
 """Heads: a token's vector as one vector per head, and back."""
 
+import math
+
 import mlx.core as mx
 
 
 def split_heads(x: mx.array, heads: int) -> mx.array:
     """Returns x [batch, seq, …], whose other axes hold heads · dim elements, as [batch, heads, seq, dim]."""
     batch, seq = x.shape[:2]
+    dim = math.prod(x.shape[2:]) // heads
     if seq == 1:  # the same order of elements
-        return x.reshape(batch, heads, 1, -1)
-    return x.reshape(batch, seq, heads, -1).swapaxes(1, 2)
+        return x.reshape(batch, heads, 1, dim)
+    return x.reshape(batch, seq, heads, dim).swapaxes(1, 2)
 
 
 def merge_heads(x: mx.array) -> mx.array:

@@ -101,6 +101,23 @@ def linear_recurrence(inputs: RecurrenceInputs, state: mx.array, scale: float) -
     return scale * (mx.concatenate(outputs, axis=2) if len(outputs) > 1 else outputs[0]), state
 
 
+def linear_recurrence_by_token(inputs: RecurrenceInputs, state: mx.array, scale: float) -> tuple[mx.array, mx.array]:
+    """Returns what `linear_recurrence` does, one token after the other: slower, and exact for any decay.
+
+    A chunk takes the logs of decays as differences of their sums, which lose the small ones beside one far below 0.
+    """
+    outputs = []
+    for t in range(inputs.k.shape[2]):
+        q, k, v = (x[:, :, t] for x in (inputs.q, inputs.k, inputs.v))
+        if inputs.decay is not None:
+            state = state * mx.exp(inputs.decay[:, :, t])[..., None]
+        if inputs.beta is not None:
+            v = inputs.beta[:, :, t] * (v - mx.sum(state * k[..., None], axis=2))
+        state = state + k[..., None] * v[:, :, None]
+        outputs.append(scale * mx.sum(state * q[..., None], axis=2))
+    return mx.stack(outputs, axis=2), state
+
+
 def _run_chunk(tokens: RecurrenceInputs, state: mx.array) -> tuple[mx.array, mx.array]:
     q, k, v, decay, beta = tokens
     seq = k.shape[2]

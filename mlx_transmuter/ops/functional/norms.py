@@ -15,11 +15,13 @@ def rms_norm(
     """
     if compute_dtype is not None:
         x, weight = x.astype(compute_dtype), None if weight is None else weight.astype(compute_dtype)
+    if weight is not None:
+        weight = weight.flatten()
     axis %= x.ndim
     if axis == x.ndim - 1:
         return mx.fast.rms_norm(x, weight, eps)
     rows = x.reshape(*x.shape[:axis], math.prod(x.shape[axis:]))
-    return mx.fast.rms_norm(rows, None if weight is None else weight.reshape(-1), eps).reshape(x.shape)
+    return mx.fast.rms_norm(rows, weight, eps).reshape(x.shape)
 
 
 def inverse_rms(x: mx.array, eps: float, *, axis: int = -1) -> mx.array:

@@ -118,7 +118,7 @@ def tensor_scatter(x, updates, write_indices=None, *, axis=-2, mode="linear"):
         places = places + write_indices.astype(mx.int32)[:, None]
     if mode == "circular":
         places = places % x.shape[axis]
-    shape = axis_shape(axis, x.ndim)
+    shape = axis_shape(axis, x.ndim, places.shape[1])
     shape[0] = places.shape[0]
     places = places.reshape(shape)
     return mx.put_along_axis(x, mx.broadcast_to(places, updates.shape), updates, axis=axis)

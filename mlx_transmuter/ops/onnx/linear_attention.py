@@ -6,7 +6,7 @@ from mlx_transmuter.ops.functional.causal_conv import depthwise_causal_conv
 from mlx_transmuter.ops.functional.heads import repeat_heads
 from mlx_transmuter.ops.functional.linear_recurrence import (
     RecurrenceInputs,
-    linear_recurrence,
+    linear_recurrence_by_token,
     recurrence_inputs,
     terms_of_rule,
 )
@@ -52,7 +52,7 @@ def linear_attention(
     if tokens.beta is not None and (tokens.decay is None or tokens.decay.shape[-1] == 1):
         y, state = _fused_delta_rule(tokens, state, scale)
     else:
-        y, state = linear_recurrence(tokens, state, scale)
+        y, state = linear_recurrence_by_token(tokens, state, scale)
     state = state[:, :: q_num_heads // kv_num_heads].astype(q.dtype if past_state is None else past_state.dtype)
     return (y.swapaxes(1, 2).reshape(batch, seq, -1).astype(q.dtype), state)[:outputs]
 
