@@ -102,11 +102,11 @@ def load(
     if not (folder / PROGRAM_FILE).is_file():
         fetched = fetch_model_files(resolved_source, name)
         with user_cache.partial_folder(folder) as temporary:
-            whole = _import_converter()(
+            converted = _import_converter()(
                 fetched, name, temporary / "model", base_model=resolved_source.repo, precision=options
             )
             try:
-                os.rename(whole, folder)
+                os.rename(converted, folder)
             except OSError:  # another process may have been first: its folder holds the same
                 if not (folder / PROGRAM_FILE).is_file():
                     raise

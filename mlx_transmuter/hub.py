@@ -38,7 +38,7 @@ def find_repository(repo: str, revision: str) -> Repository:
 
     Raises SourceError for one that is not there, or a hub that cannot be reached.
     """
-    import huggingface_hub as hub
+    import huggingface_hub
     from huggingface_hub import constants, errors
 
     here = find_snapshot(repo, revision)
@@ -48,7 +48,7 @@ def find_repository(repo: str, revision: str) -> Repository:
     try:
         if constants.HF_HUB_OFFLINE:
             raise errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
-        info = hub.HfApi().model_info(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        info = huggingface_hub.HfApi().model_info(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except Exception as error:
         unreachable = not isinstance(error, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError))
         if here is None or not unreachable:
@@ -66,12 +66,14 @@ def find_repository(repo: str, revision: str) -> Repository:
 
 def find_snapshot(repo: str, revision: str) -> Path | None:
     """The folder of a revision in the hub cache, whatever files it holds; None where there is none."""
-    import huggingface_hub as hub
+    import huggingface_hub
     from huggingface_hub import errors
 
     try:
         # No file is asked for, so none is missed.
-        return Path(hub.snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=[]))
+        return Path(
+            huggingface_hub.snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=[])
+        )
     except errors.HFValidationError:
         raise SourceError(
             repo, "no such folder, and no repository id", "user/name or a folder with ONNX files"
@@ -112,7 +114,7 @@ def describe_failure(repo: str, revision: str, error: Exception) -> SourceError:
 
 def download_files(repository: Repository, names: Sequence[str], progress: bool) -> Path:
     """The folder of the snapshot with these files, downloaded unless they are there. Raises SourceError."""
-    import huggingface_hub as hub
+    import huggingface_hub
 
     commit, folder = repository.commit, repository.folder
     if folder is None:
@@ -124,7 +126,9 @@ def download_files(repository: Repository, names: Sequence[str], progress: bool)
     try:
         with _progress_bars(progress):
             patterns = [glob.escape(name) for name in names]
-            folder = Path(hub.snapshot_download(repository.repo, revision=revision, allow_patterns=patterns))
+            folder = Path(
+                huggingface_hub.snapshot_download(repository.repo, revision=revision, allow_patterns=patterns)
+            )
     except Exception as error:
         raise describe_failure(repository.repo, repository.revision, error) from error
     if folder.name != commit:

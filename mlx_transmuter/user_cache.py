@@ -29,8 +29,8 @@ def read_listing(file: Path) -> tuple[str, ...] | None:
         names = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    whole = isinstance(names, list) and all(isinstance(name, str) and stays_inside(name) for name in names)
-    return tuple(names) if whole else None
+    is_valid = isinstance(names, list) and all(isinstance(name, str) and stays_inside(name) for name in names)
+    return tuple(names) if is_valid else None
 
 
 def write_listing(file: Path, names: Iterable[str]) -> None:

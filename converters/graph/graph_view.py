@@ -79,12 +79,12 @@ class GraphView:
         """The array of a constant, or None for another value."""
         return self.program.constants.get(name)
 
-    def values(self, name: str) -> np.ndarray | None:
-        """The values of a weight, read now, or of a constant; None for another value."""
+    def array(self, name: str) -> np.ndarray | None:
+        """The array of a weight, read now, or of a constant; None for another value."""
         weight = self.weight(name)
         return weight.read() if weight is not None else self.constant(name)
 
     def scalar(self, name: str) -> int | float | bool | None:
-        """The number in a constant of one element, of any rank; None for another value, and for a text."""
+        """The number in a constant of one element, of any rank; None for another value, and for a string."""
         array = self.constant(name)
         return array.item() if array is not None and array.size == 1 and array.dtype.kind != "U" else None

@@ -9,7 +9,7 @@ import select
 import sys
 
 from mlx_transmuter.cli.generation_settings import kv_settings, text_generation
-from mlx_transmuter.cli.model_loading import load_model, load_prompt_cache, model_label
+from mlx_transmuter.cli.model_loading import load_model, model_label, open_prompt_cache
 from mlx_transmuter.cli.prompts import system_messages
 from mlx_transmuter.errors import question_of_closest, shorten
 from mlx_transmuter.generation import GenerationError, PromptCache
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     model = load_model(args)
     if model.tokenizer is None or not model.tokenizer.has_chat_template:
         raise GenerationError(model_label(args), "no chat template", "a model made for chats", "use generate instead")
-    generation = text_generation(model, args, load_prompt_cache(model, args) or _new_prompt_cache(model, args))
+    generation = text_generation(model, args, open_prompt_cache(model, args) or _new_prompt_cache(model, args))
     print_notice(_help_text())
     conversation = system_messages(args)
     while True:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mlx_transmuter.cli.generation_settings import text_generation
-from mlx_transmuter.cli.model_loading import load_model, load_prompt_cache
+from mlx_transmuter.cli.model_loading import load_model, open_prompt_cache
 from mlx_transmuter.cli.prompts import as_chat, read_prompt
 
 
@@ -13,7 +13,7 @@ def run(args: argparse.Namespace) -> int:
     prompt = read_prompt(args)
     model = load_model(args)
     prompt_or_chat = as_chat(model, args, prompt)
-    cache = load_prompt_cache(model, args)
+    cache = open_prompt_cache(model, args)
     generation = text_generation(model, args, cache)
     pieces = generation.stream(prompt_or_chat, seed=args.seed)
     if args.verbose:

@@ -26,7 +26,7 @@ def model_label(args: argparse.Namespace) -> str:
     return args.model or "the demo model"
 
 
-def load_prompt_cache(model: Model, args: argparse.Namespace) -> PromptCache | None:
+def open_prompt_cache(model: Model, args: argparse.Namespace) -> PromptCache | None:
     """The cache of --prompt-cache-file, whose bits then go for --kv-bits where that isn't given; None without the
     flag."""
     if args.prompt_cache_file is None:

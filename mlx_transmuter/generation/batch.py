@@ -78,7 +78,7 @@ class Batch:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the caller gave the run up."""
+        """Whether the caller cancelled the generation."""
         return self.cancel_event is not None and self.cancel_event.is_set()
 
     def make_row(self, row: int) -> Row:

@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter.generation.batch import Batch, StepOutput
-from mlx_transmuter.generation.beam_hypotheses import BeamHypotheses, BeamHypothesis
 from mlx_transmuter.generation.logits.token_selection import row_random_keys
+from mlx_transmuter.generation.prompt_beams import BeamHypothesis, PromptBeams
 from mlx_transmuter.generation.row import GenerationResult, tokens_with_logprobs
 from mlx_transmuter.generation.row_group import RowGroup
 from mlx_transmuter.generation.stop_rules import FINISH_CANCELLED, FINISH_LENGTH, FINISH_STOP
@@ -25,10 +25,10 @@ def search_beams(group: RowGroup) -> Generator[StepOutput, None, None]:
     while logits is not None and not batch.cancelled:
         scores, sequences = search.scores_and_sequences()
         arrays = fixed | group.host_inputs.arrays_for(sequences)
-        packed, state = selection.select_candidates(logits, state, arrays, mx.array(scores))
+        selected_candidates, state = selection.select_candidates(logits, state, arrays, mx.array(scores))
         del logits
-        group.session.evaluate(packed, *state.values())
-        parents, tokens, counts = search.take_candidates(np.array(packed))
+        group.session.evaluate(selected_candidates, *state.values())
+        parents, tokens, counts = search.take_candidates(np.array(selected_candidates))
         if not any(counts):
             break
         group.fork(parents)
@@ -44,7 +44,7 @@ class BeamSearch:
         batch = group.batch
         self.group, self.width = group, group.rows_per_prompt
         self.hypotheses = {
-            prompt: BeamHypotheses(batch.settings, batch.new_token_limits[prompt], batch.stop_rules[prompt])
+            prompt: PromptBeams(batch.settings, batch.new_token_limits[prompt], batch.stop_rules[prompt])
             for prompt in group.prompt_indices
         }
 
@@ -64,7 +64,7 @@ class BeamSearch:
                 sequences[row] = [*self.group.prompt_tokens(row), *beam.tokens] if reads_tokens else []
         return scores, sequences
 
-    def take_candidates(self, packed: np.ndarray) -> tuple[list[int], np.ndarray, list[int]]:
+    def take_candidates(self, selected_candidates: np.ndarray) -> tuple[list[int], np.ndarray, list[int]]:
         """Takes the candidates of a step, int32 [prompts, n], and returns for each row the row that it continues, its
         next token, int32, and whether it gets one, 1 or 0."""
         rows = len(self.group.all_rows)
@@ -72,7 +72,7 @@ class BeamSearch:
         for prompt, beams in self.hypotheses.items():
             if beams.is_done:
                 continue
-            beam_parents = beams.take_candidates(self.group.selection.unpack_candidates(packed[prompt]))
+            beam_parents = beams.take_candidates(self.group.selection.read_candidates(selected_candidates[prompt]))
             if beams.is_done:
                 continue
             first = prompt * self.width
@@ -82,7 +82,7 @@ class BeamSearch:
         return parents, tokens, counts
 
 
-def _output_hypotheses(batch: Batch, searches: Mapping[int, BeamHypotheses]) -> Generator[StepOutput, None, None]:
+def _output_hypotheses(batch: Batch, searches: Mapping[int, PromptBeams]) -> Generator[StepOutput, None, None]:
     """Stores the results of beam searches, and yields their tokens as steps."""
     per_prompt = batch.settings.num_return_sequences
     results = {
@@ -99,7 +99,7 @@ def _output_hypotheses(batch: Batch, searches: Mapping[int, BeamHypotheses]) -> 
         )
 
 
-def _to_result(hypothesis: BeamHypothesis, beams: BeamHypotheses) -> GenerationResult:
+def _to_result(hypothesis: BeamHypothesis, beams: PromptBeams) -> GenerationResult:
     tokens = tokens_with_logprobs(hypothesis.tokens, hypothesis.logprobs)
     if tokens and beams.stop_rules.is_eos(tokens[-1].id):
         tokens.pop()

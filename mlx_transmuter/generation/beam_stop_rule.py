@@ -12,7 +12,7 @@ import numpy as np
 from mlx_transmuter.generation.settings import Settings
 
 if TYPE_CHECKING:
-    from mlx_transmuter.generation.beam_hypotheses import BeamHypothesis
+    from mlx_transmuter.generation.prompt_beams import BeamHypothesis
 
 # What transformers adds to the score of a candidate that does not count, and the score of an empty hypothesis.
 EXCLUDED_SCORE = np.float32(-1.0e9)

@@ -115,10 +115,10 @@ def context(
     """Returns the context of generation for model: the settings of options, else of its generation_config.json.
 
     given: the names of the decoder's extra inputs, which `generate` gets; by default those that the decoder declares.
-    processors: pairs (state, process) of a task; they apply after the processors of the settings and before those of
-    sampling. `state` takes a dict of one row, with `prompt`, `generated` (the last token first) and `vocab`, and
-    returns an array of the same shape at each step; `process` takes the logits [vocab] of the row and that array and
-    returns logits. num_beams, max_new_tokens and options are names of generation_config.json (`SETTINGS`).
+    processors: pairs (make_state, process) of a task; they apply after the processors of the settings and before those
+    of sampling. `make_state` takes a dict of one row, with `prompt`, `generated` (the last token first) and `vocab`,
+    and returns an array of the same shape at each step; `process` takes the logits [vocab] of the row and that array
+    and returns logits. num_beams, max_new_tokens and options are names of generation_config.json (`SETTINGS`).
     prefill_step_size: the most tokens of a prompt that one step takes, of a decoder that takes prompts in chunks.
     kv_bits: 8 or 4, to quantize keys and values to so many bits per element, in groups of kv_group_size (32, 64 or
     128), which changes the numbers (docs/caches.md says how much). assistant_model: a smaller model of the same

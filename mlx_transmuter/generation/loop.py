@@ -34,8 +34,8 @@ def generate_steps(
 
     prompts, seeds, inputs, prompt_cache: as for `generate`. With num_return_sequences n, prompt i has the results i × n
     to i × n + n - 1. stop: per prompt None, or a function of a row's new tokens that ends it; the last of them stays in
-    the result. cancel_event, set from any thread, ends the run after the current token, and so does closing the
-    generator; either way the prompt cache gets what the run computed. A beam search yields its steps when its results
+    the result. cancel_event, set from any thread, ends the generation after the current token, and so does closing the
+    generator; either way the prompt cache gets what was computed. A beam search yields its steps when its results
     are known.
 
     Raises GenerationError at once for wrong prompts, seeds or inputs, or a prompt cache of another model.
@@ -68,7 +68,7 @@ def _generate_groups(batch: Batch) -> GenerationSteps:
         try:
             yield from _generate_group(group)
             group.store_prefixes()
-        except GeneratorExit:  # a run closed between two steps; after any other end its slots may be half written
+        except GeneratorExit:  # a generator closed between two steps; after any other end its slots may be half written
             group.store_prefixes()
             raise
         finally:

@@ -18,22 +18,22 @@ from mlx_transmuter.generation.row_group import RowGroup
 
 def decode_tokens(group: RowGroup) -> Generator[StepOutput, None, None]:
     """Decodes the rows of a group one token per step, greedy or sampled."""
-    batch, unpack = group.batch, group.selection.unpack_token
+    batch, read_token = group.batch, group.selection.read_token
     rows = group.make_rows()
     logits = group.prefill()
     keys = row_random_keys(batch.seeds, group.rows_per_prompt) if batch.settings.do_sample else []
     decoding = _TokenDecoding(group, rows, *group.initial_state(keys))
-    packed = None if logits is None else decoding.select(logits)
+    selected_tokens = None if logits is None else decoding.select(logits)
     del logits
-    while packed is not None:
+    while selected_tokens is not None:
         following = None
         if decoding.runs_ahead and any(counts := decoding.continuing_rows(unread=1)):
-            following = decoding.select(group.step(packed[:, :1], counts))
-        read = np.array(packed)
-        yield batch.append_tokens(rows, {row: unpack(read[row]) for row in rows})
+            following = decoding.select(group.step(selected_tokens[:, :1], counts))
+        host_tokens = np.array(selected_tokens)
+        yield batch.append_tokens(rows, {row: read_token(host_tokens[row]) for row in rows})
         if batch.cancelled or not any(counts := decoding.continuing_rows(unread=0)):
             break
-        packed = decoding.select(group.step(read[:, :1], counts)) if following is None else following
+        selected_tokens = decoding.select(group.step(host_tokens[:, :1], counts)) if following is None else following
     for index, row in rows.items():
         batch.results[index] = row.to_result()
 
@@ -56,13 +56,13 @@ class _TokenDecoding:
         """Submits the selection of the rows' next tokens, and waits for it unless steps run ahead."""
         group = self.group
         sequences = [
-            self.rows[row].sequence if row in self.rows and self.rows[row].is_live else None for row in group.all_rows
+            self.rows[row].token_ids if row in self.rows and self.rows[row].is_live else None for row in group.all_rows
         ]
         arrays = self.fixed | group.host_inputs.arrays_for(sequences)
-        packed, self.state = group.selection.select_tokens(logits, self.state, arrays)
+        selected_tokens, self.state = group.selection.select_tokens(logits, self.state, arrays)
         del logits
-        group.session.evaluate(packed, *self.state.values(), wait=not self.runs_ahead)
-        return packed
+        group.session.evaluate(selected_tokens, *self.state.values(), wait=not self.runs_ahead)
+        return selected_tokens
 
     def continuing_rows(self, unread: int) -> list[int]:
         """Returns 1 for each row that gets a token after `unread` more, else 0."""

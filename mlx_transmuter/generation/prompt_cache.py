@@ -20,17 +20,17 @@ class PromptCache:
 
     Pass it to `generate`, `generate_steps` or a task as `prompt_cache`: each prompt then computes only what comes after
     its longest prefix in the cache, in whole blocks, and its last token in any case, for its logits. The rows of a
-    batch share one copy of it. A run never changes what is stored: it writes to slots of its own. At its end its
+    batch share one copy of it. A generation never changes what is stored: it writes to slots of its own. At its end its
     prompts and results are stored too (of a beam search, the prompts).
 
         cache = PromptCache(model)
         generate(gen, [prompt], [0], prompt_cache=cache)
         generate(gen, [prompt + more], [0], prompt_cache=cache)  # runs the tokens of `more`
 
-    model: a Model, or its decoder; the runs must be of the same one, alone or in batches of any size, one at a time.
-    max_tokens and max_bytes: the most that the pools hold, of running rows and of stored tokens together; the least
-    recently used are evicted first, and None is no limit. block: the tokens of a block; of a prefix that ends inside
-    one, the rest is computed again. kv_bits, kv_group_size: as in the contexts of the runs.
+    model: a Model, or its decoder; the generations must be of the same one, alone or in batches of any size, one at a
+    time. max_tokens and max_bytes: the most that the pools hold, of running rows and of stored tokens together; the
+    least recently used are evicted first, and None is no limit. block: the tokens of a block; of a prefix that ends
+    inside one, the rest is computed again. kv_bits, kv_group_size: as in the contexts of the runs.
 
     Raises GenerationError for a decoder whose keys and values follow from more than its tokens (an encoder's outputs,
     embeddings), or a limit below one block.
@@ -63,8 +63,8 @@ class PromptCache:
         self.kv_cache = KVCache(decoder.pool_specs, 0, block, max_slots)
 
     def check_fits(self, decoder: Decoder, *, has_positions: bool) -> None:
-        """Raises GenerationError for a run of a decoder that is not the cache's, or of prompts with positions of their
-        own."""
+        """Raises GenerationError for a generation with a decoder that is not the cache's, or of prompts with positions
+        of their own."""
         if self.module is not getattr(decoder, "module", None):
             _refuse("a cache of another model")
         if self.kv_cache.pool_specs != decoder.pool_specs:
@@ -93,28 +93,30 @@ class PromptCache:
         return self.kv_cache.block_manager.num_slots * self.kv_cache.slot_nbytes
 
     def find(self, tokens: Sequence[int]) -> int:
-        """Returns how many first tokens of a prompt are stored, which a run would not compute."""
+        """Returns how many first tokens of a prompt are stored, which a generation would not compute."""
         return self.kv_cache.block_manager.match_prefix(tokens)
 
     def clear(self) -> None:
-        """Drops everything, and frees the memory. Raises GenerationError while a run uses it."""
-        with self._without_runs():
+        """Drops everything, and frees the memory. Raises GenerationError while a generation uses it."""
+        with self._without_generation():
             self.kv_cache.clear()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes what is stored to a safetensors file, whole or not at all (see prompt_cache_file). Raises
-        GenerationError while a run uses it, and for a path that can't be written."""
-        with self._without_runs():
+        GenerationError while a generation uses it, and for a path that can't be written."""
+        with self._without_generation():
             prompt_cache_file.save_prompt_cache(path, self.kv_cache, self.module, self.kv_bits, self.kv_group_size)
 
     @contextmanager
-    def _without_runs(self) -> Iterator[None]:
+    def _without_generation(self) -> Iterator[None]:
         """Keeps runs of all threads away. Raises GenerationError while one uses the cache."""
         with ExitStack() as stack:
             try:
                 stack.enter_context(self.kv_cache.use_alone())
             except CacheError:
-                raise GenerationError("prompt_cache", "a run that is not over", "a cache that no run uses") from None
+                raise GenerationError(
+                    "prompt_cache", "a generation that is not over", "a cache that no generation uses"
+                ) from None
             yield
 
     @classmethod
@@ -128,7 +130,7 @@ class PromptCache:
         cache = cls(
             model, block=header.block_size, kv_bits=header.kv_bits, kv_group_size=header.kv_group_size, **limits
         )
-        prompt_cache_file.load_prompt_cache(header, cache.kv_cache, cache.module, cache.vocab_size)
+        prompt_cache_file.restore_prompt_cache(header, cache.kv_cache, cache.module, cache.vocab_size)
         return cache
 
 

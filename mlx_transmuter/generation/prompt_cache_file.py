@@ -143,7 +143,7 @@ def _check_metadata(metadata: dict[str, Any]) -> tuple[int, str, int | None, int
     return block_size, str(metadata["fingerprint"]), bits, group_size
 
 
-def load_prompt_cache(header: PromptCacheHeader, kv_cache: KVCache, module: ProgramModule, vocab_size: int) -> None:
+def restore_prompt_cache(header: PromptCacheHeader, kv_cache: KVCache, module: ProgramModule, vocab_size: int) -> None:
     """Fills an empty cache with the blocks of the file. Raises GenerationError for a file that does not fit it."""
     if header.fingerprint != (own := model_fingerprint(module)):
         raise _refusal(header, f"the fingerprint {header.fingerprint[:16]}", f"this model's, {own[:16]}")

@@ -32,7 +32,7 @@ class GenerationResult:
 class Row:
     """A row that gets one token after another.
 
-    new_token_limit: the most new tokens. sequence: the prompt and the new tokens.
+    new_token_limit: the most new tokens. token_ids: the prompt and the new tokens.
     """
 
     prompt: list[int]
@@ -44,7 +44,7 @@ class Row:
     draft_counts: DraftCounts | None = None
 
     def __post_init__(self) -> None:
-        self.sequence = list(self.prompt)
+        self.token_ids = list(self.prompt)
 
     @property
     def is_live(self) -> bool:
@@ -62,7 +62,7 @@ class Row:
             self.finish_reason = FINISH_STOP
             return False
         self.new_tokens.append(token)
-        self.sequence.append(token)
+        self.token_ids.append(token)
         if logprob is not None:
             self.logprobs.append(logprob)
         if self.stop_rules.condition_holds(self.new_tokens):

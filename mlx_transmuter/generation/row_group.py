@@ -73,7 +73,7 @@ class RowGroup:
         )
 
     def prefill(self) -> mx.array | None:
-        """Returns the logits after the prompts, [rows, vocab]; None if the run was cancelled.
+        """Returns the logits after the prompts, [rows, vocab]; None if the batch was cancelled.
 
         A prompt runs in the first of its rows alone, without what a prompt cache has of it; the others then fork from
         it.
@@ -112,7 +112,7 @@ class RowGroup:
         """Stores the rows' sequences in the prompt cache, where there is one; of a beam search, the prompts."""
         if self.batch.prompt_cache is not None:
             sequences = {
-                row: self._rows[row].sequence if row in self._rows else self.prompt_tokens(row)
+                row: self._rows[row].token_ids if row in self._rows else self.prompt_tokens(row)
                 for row in self.member_rows
             }
             self.session.store_prefixes([sequences.get(row) for row in self.all_rows])
@@ -152,15 +152,15 @@ class RowGroup:
     ) -> tuple[np.ndarray, ProcessorState]:
         """Selects the next token after each sequence, None for a row that gets none, and evaluates the step.
 
-        Returns what the selection packed, int32 [rows, 1 or 2], and the next state.
+        Returns what the selection returned, int32 [rows, 1 or 2], and the next state.
         """
         arrays = fixed | self.host_inputs.arrays_for(sequences)
-        packed, state = self.selection.select_tokens(logits, state, arrays)
+        selected_tokens, state = self.selection.select_tokens(logits, state, arrays)
         del logits
-        return read_selection(self.session, packed, state), state
+        return read_selection(self.session, selected_tokens, state), state
 
 
-def read_selection(session: Session, packed: mx.array, state: ProcessorState) -> np.ndarray:
+def read_selection(session: Session, selected_tokens: mx.array, state: ProcessorState) -> np.ndarray:
     """Evaluates a step of the session, its selection and the next state at once, and returns the selection."""
-    session.evaluate(packed, *state.values())
-    return np.array(packed)
+    session.evaluate(selected_tokens, *state.values())
+    return np.array(selected_tokens)

@@ -165,7 +165,7 @@ def token_sequences(value: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(dict.fromkeys(tuple(int(token) for token in word) for word in value))
 
 
-def sequence_bias(value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
+def sequence_bias_pairs(value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
     """Takes [[ids, bias], …] or {ids: bias}: sequences of token ids, each with the number to add."""
     expected = "a list of pairs of token ids and a number, as [[[10, 45], -2.0], [[64], -7.5]]"
     pairs = list(value.items()) if isinstance(value, dict) else value

@@ -120,7 +120,7 @@ class Settings:
     )
     # processors, in the order in which they apply
     sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = _supported_setting(
-        "adds to the score of a token that completes a sequence", setting_checks.sequence_bias, ()
+        "adds to the score of a token that completes a sequence", setting_checks.sequence_bias_pairs, ()
     )
     encoder_repetition_penalty: float = _supported_setting(
         "rewards (above 1) the tokens of the encoder, or of the prompt of a decoder-only model",
@@ -277,7 +277,9 @@ SETTINGS: dict[str, Setting] = {
     "transformers_version": _neutral_setting("the version that wrote the file"),
     **dict.fromkeys(("is_assistant", "assistant_lookbehind", "target_lookbehind"), _neutral_setting(_ASSISTANT_NOTE)),
     # names that would change the tokens
-    "max_time": _refused_setting("a limit in seconds gives other tokens on each machine: cancel the run instead"),
+    "max_time": _refused_setting(
+        "a limit in seconds gives other tokens on each machine: cancel the generation instead"
+    ),
     "num_beam_groups": _refused_setting("diverse beam search left transformers in 4.57", 1),
     "diversity_penalty": _refused_setting("diverse beam search left transformers in 4.57", 0.0),
     "penalty_alpha": _refused_setting("contrastive search left transformers in 4.57", 0.0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# The finish_reason of a result. "cancelled" is that of a run that its caller gave up.
+# The finish_reason of a result. "cancelled" is that of a row whose generation the caller cancelled.
 FINISH_STOP, FINISH_LENGTH, FINISH_CANCELLED = "stop", "length", "cancelled"
 
 # Returns whether the new tokens of a row, a sequence of ids, end it.

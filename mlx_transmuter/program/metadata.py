@@ -105,7 +105,8 @@ class Metadata:
 
     @property
     def max_positions(self) -> int | None:
-        """The most tokens of a row that the model's configuration or its table of positions allows."""
+        """The most tokens of any row that the model's configuration or its table of positions allows; a session's
+        max_lengths are the most of each of its rows, at most that."""
         limit = self.values.get("max_positions")
         return limit if isinstance(limit, int) and 0 < limit < 2**31 else None
 

@@ -116,12 +116,16 @@ class DecoderSignature:
 
     @property
     def required_outputs(self) -> list[str]:
-        """The outputs that a decoder reads: the logits and what is carried."""
+        """The outputs that a decoder reads: the logits and what is carried, as the signature found them; `outputs`
+        goes by names alone."""
         return [self.logits_output, *(pair.present for pair in self.pairs)]
 
 
 def outputs(names: Iterable[str]) -> list[str]:
-    """Returns those of the output names of a decoder that generation reads: logits and the present cache."""
+    """Returns those of the output names of a decoder that are named `logits` or `present…`.
+
+    It takes names without a program; DecoderSignature.required_outputs also knows outputs of other names.
+    """
     return [name for name in names if name == "logits" or name.startswith("present")]
 
 

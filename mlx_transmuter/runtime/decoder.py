@@ -17,7 +17,7 @@ from mlx_transmuter.program.signature import CacheMode, DecoderSignature
 from mlx_transmuter.runtime.buckets import Ring, context_bucket
 from mlx_transmuter.runtime.cache_session import CacheSession
 from mlx_transmuter.runtime.errors import DecoderError
-from mlx_transmuter.runtime.full_context import FullContextSession
+from mlx_transmuter.runtime.full_context_session import FullContextSession
 from mlx_transmuter.runtime.module import ProgramModule
 from mlx_transmuter.runtime.row_slots import RowSlots
 from mlx_transmuter.runtime.step_inputs import StepInputs

@@ -83,7 +83,7 @@ def trace_values(
     leaves = module._leaves()
     computed = {name for node in program.nodes for name in node.outputs if name}
     values = leaves | {name: earlier_values[name] for name in computed if name in earlier_values}
-    walk = ProgramWalk(values | inputs, known_names=set(leaves), last_reads={})
+    walk = ProgramWalk(values | inputs, input_independent_names=set(leaves), last_reads={})
     remaining_nodes = [
         node for node in program.nodes if not all(name in earlier_values for name in node.outputs if name)
     ]

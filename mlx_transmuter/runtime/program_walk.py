@@ -28,15 +28,20 @@ MAX_VALUE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 class ProgramWalk:
     """One walk over a program.
 
-    values: the values so far, by name. known_names: the device values that depend on no input, which the host can
-    therefore have too. last_reads: see find_last_reads. eager: whether the host may wait for any value of the device.
-    device_copies: the device copies of values on the host.
+    values: the values so far, by name. input_independent_names: the device values that depend on no input, which the
+    host can therefore have too. last_reads: see find_last_reads. eager: whether the host may wait for any value of the
+    device. device_copies: the device copies of values on the host.
     """
 
     def __init__(
-        self, values: dict[str, Any], known_names: set[str], last_reads: dict[int, list[str]], eager: bool = False
+        self,
+        values: dict[str, Any],
+        input_independent_names: set[str],
+        last_reads: dict[int, list[str]],
+        eager: bool = False,
     ):
-        self.values, self.known_names, self.last_reads, self.eager = values, known_names, last_reads, eager
+        self.values, self.input_independent_names = values, input_independent_names
+        self.last_reads, self.eager = last_reads, eager
         self.device_copies: dict[str, mx.array] = {}
 
     def run(self, program: Program) -> None:
@@ -59,13 +64,15 @@ class ProgramWalk:
                 found = f"the attribute {', '.join(sorted(unknown))}"
                 raise ops.OperatorError(found, "an attribute that the operator has")
             reads = list(node.all_inputs())
-            known = all(name in self.known_names or isinstance(self.values[name], np.ndarray) for name in reads)
-            attributes = self._attributes(operator, node, known)
+            is_input_independent = all(
+                name in self.input_independent_names or isinstance(self.values[name], np.ndarray) for name in reads
+            )
+            attributes = self._attributes(operator, node, is_input_independent)
             results = self._run_on_host(operator, node, reads, attributes)
             if results is None:
                 results = _run(operator, node, self._arguments(operator, node), attributes)
-                if known:
-                    self.known_names.update(name for name in node.outputs if name)
+                if is_input_independent:
+                    self.input_independent_names.update(name for name in node.outputs if name)
             return results
         except ops.OperatorError as error:
             if error.node:
@@ -74,10 +81,10 @@ class ProgramWalk:
         except Exception as error:  # numpy, MLX and Python raise what they like of a node that asks the impossible
             raise ops.OperatorError(f"{type(error).__name__}: {error}", node=str(node)) from error
 
-    def _attributes(self, operator: ops.Operator, node: Node, known: bool) -> dict[str, Any]:
+    def _attributes(self, operator: ops.Operator, node: Node, is_input_independent: bool) -> dict[str, Any]:
         """Returns the keyword arguments of a node: its attributes, with branches as functions."""
         attributes = {
-            name: self.subprogram_function(value, known) if isinstance(value, Program) else value
+            name: self.subprogram_function(value, is_input_independent) if isinstance(value, Program) else value
             for name, value in node.attrs.items()
         }
         return attributes | ({"outputs": len(node.outputs)} if operator.takes_output_count else {})
@@ -116,7 +123,7 @@ class ProgramWalk:
         """Returns the value as numpy. Raises OperatorError for one that is known only when the step runs."""
         value = self.values[name]
         if isinstance(value, mx.array):
-            if name not in self.known_names and not self.eager:
+            if name not in self.input_independent_names and not self.eager:
                 raise ops.OperatorError(
                     f"{parameter} ({name!r}) depending on values that are known only when the step runs",
                     f"a {parameter} that follows from shapes and constants",
@@ -134,17 +141,18 @@ class ProgramWalk:
             self.device_copies[name] = ops.to_device(value)
         return self.device_copies[name]
 
-    def subprogram_function(self, program: Program, known: bool):
+    def subprogram_function(self, program: Program, is_input_independent: bool):
         """Returns a branch as a function of its inputs that returns a list of its outputs, over the values around it.
 
-        known: whether everything that its node reads is known, and with it the inputs that the node passes to it.
+        is_input_independent: whether nothing that its node reads depends on an input of the program, nor then what the
+        node passes to the branch.
         """
 
         def call(*inputs: Any) -> list[Any]:
             names = [value.name for value in program.inputs]
             walk = ProgramWalk(
                 self.values | dict(zip(names, inputs, strict=True)),
-                self.known_names | set(names if known else ()),
+                self.input_independent_names | set(names if is_input_independent else ()),
                 {},
                 self.eager,
             )

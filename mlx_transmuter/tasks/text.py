@@ -101,7 +101,7 @@ class TextGeneration:
         """The Pieces of one prompt's text as they become final; joined, they are the text of its Result.
 
         No piece holds half a character, or the beginning of a stop string that may still come. Closing the generator
-        ends the run. Raises as a call does, and GenerationError for several prompts or texts.
+        ends the generation. Raises as a call does, and GenerationError for several prompts or texts.
         """
         if not _is_single_prompt(prompt) or self.context.settings.num_return_sequences > 1:
             raise GenerationError("prompt", "several prompts or texts", "one to stream", "call the task itself")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from reference_loops import score_all_sequences
 from setting_strategies import VOCAB
 
-from mlx_transmuter.generation.beam_hypotheses import BeamHypotheses
 from mlx_transmuter.generation.logits.token_selection import BeamCandidates
+from mlx_transmuter.generation.prompt_beams import PromptBeams
 from mlx_transmuter.generation.settings import resolve_settings
 from mlx_transmuter.generation.stop_rules import StopRules
 
@@ -136,16 +136,16 @@ def candidates(*scores: float, tokens: list[int]) -> BeamCandidates:
     return BeamCandidates([0] * len(tokens), tokens, np.array(scores, np.float32), None)
 
 
-def hypotheses_of_two_beams(**options) -> BeamHypotheses:
+def prompt_with_two_beams(**options) -> PromptBeams:
     settings = resolve_settings({}, {"num_beams": 2, "eos_token_id": 0, **options})
-    return BeamHypotheses(settings, 9, StopRules(frozenset(settings.eos_token_id)))
+    return PromptBeams(settings, 9, StopRules(frozenset(settings.eos_token_id)))
 
 
 @pytest.mark.parametrize(("early", "done"), [(True, True), (False, True), ("never", False)])
 def test_the_stop_rule_of_a_prompt(early, done):
     """Hypotheses of -1 and -1.5 end at once. The best beam has -4: no better now, but -0.44 per token if it reached 9
     tokens."""
-    beams = hypotheses_of_two_beams(early_stopping=early)
+    beams = prompt_with_two_beams(early_stopping=early)
     beams.take_candidates(candidates(-1, -1.5, -4, -5, tokens=[0, 0, 1, 2]))
     assert beams.is_done is done
     assert [text.tokens for text in beams.best_hypotheses()] == [(0,)]
@@ -153,21 +153,21 @@ def test_the_stop_rule_of_a_prompt(early, done):
 
 @pytest.mark.parametrize(("early", "done"), [(True, True), (False, False), ("never", False)])
 def test_early_stopping_ends_a_prompt_that_could_improve(early, done):
-    beams = hypotheses_of_two_beams(early_stopping=early)
+    beams = prompt_with_two_beams(early_stopping=early)
     beams.take_candidates(candidates(-3, -3.5, -1, -5, tokens=[0, 0, 1, 2]))
     assert beams.is_done is done
 
 
 def test_a_longer_hypothesis_wins_by_its_length_penalty():
     for penalty, winner in ((0.0, (0,)), (2.0, (1, 0))):
-        beams = hypotheses_of_two_beams(early_stopping="never", length_penalty=penalty)
+        beams = prompt_with_two_beams(early_stopping="never", length_penalty=penalty)
         beams.take_candidates(candidates(-1, -1.2, -4, -5, tokens=[0, 1, 2, 3]))
         beams.take_candidates(candidates(-1.5, -3, -4, -5, tokens=[0, 1, 2, 3]))
         assert beams.best_hypotheses()[0].tokens == winner
 
 
 def test_only_the_first_num_beams_candidates_become_finished_hypotheses():
-    beams = hypotheses_of_two_beams(eos_token_id=[0, 1])
+    beams = prompt_with_two_beams(eos_token_id=[0, 1])
     beams.take_candidates(candidates(-1, -2, -3, -4, -5, -6, tokens=[2, 3, 0, 1, 4, 5]))
     assert [text.is_complete for text in beams.finished_hypotheses] == [False, False]
     assert [text.tokens for text in beams.running_beams] == [(2,), (3,)]

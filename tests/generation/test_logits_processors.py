@@ -91,7 +91,7 @@ def test_only_the_first_row_of_each_prompt_gets_the_encoder_penalty():
 def test_custom_processors_apply_after_the_settings_and_before_sampling():
     views = []
 
-    def state(row):
+    def make_state(row):
         views.append(row)
         return np.full(VOCAB, len(row["generated"]), np.float64)
 
@@ -100,7 +100,7 @@ def test_custom_processors_apply_after_the_settings_and_before_sampling():
         return mx.where(mx.arange(VOCAB) == 5, logits[3] * 0 + 50 + array[0], logits)
 
     options = {"repetition_penalty": 2.0, "do_sample": True, "top_k": 1, "max_new_tokens": 9}
-    found = compiled_scores({**options, "processors": [(state, process)]}, [([3, 4], [6, 7])], random_scores(1, 0))
+    found = compiled_scores({**options, "processors": [(make_state, process)]}, [([3, 4], [6, 7])], random_scores(1, 0))
     assert np.flatnonzero(np.isfinite(found[0])).tolist() == [5]
     assert found[0][5] == 52
     assert views[0] == {"prompt": [3, 4], "generated": [], "vocab": VOCAB}

@@ -346,7 +346,7 @@ def test_unsupported_uses_of_a_cache_are_refused(loaded):
     next(steps)
     with pytest.raises(CacheError, match="one session at a time"):
         generation.generate(gen, [[5, 6]], [0], prompt_cache=cache)
-    with pytest.raises(GenerationError, match="a run that is not over"):
+    with pytest.raises(GenerationError, match="a generation that is not over"):
         cache.clear()
     assert next(steps).token[0] >= 0
     steps.close()

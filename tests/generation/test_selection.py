@@ -36,8 +36,8 @@ def sample_once_per_seed(logits: np.ndarray, seeds: list[int], **options) -> np.
     selection = TokenSelection(ctx.settings, len(logits))
     rows = [[1]] * len(seeds)
     state, fixed = selection.initial_state(ProcessorInputs(rows, rows, [99] * len(seeds), row_random_keys(seeds, 1)))
-    packed, _ = selection.select_tokens(mx.array(np.tile(logits, (len(seeds), 1))), state, fixed)
-    return np.array(packed)[:, 0]
+    selected_tokens, _ = selection.select_tokens(mx.array(np.tile(logits, (len(seeds), 1))), state, fixed)
+    return np.array(selected_tokens)[:, 0]
 
 
 SAMPLING = [
@@ -65,8 +65,8 @@ def test_the_draws_of_one_seed_are_as_independent_as_those_of_many():
     state, fixed = selection.initial_state(ProcessorInputs([[1]], [[1]], [99], row_random_keys([11], 1)))
     draws = []
     for _ in range(3000):
-        packed, state = selection.select_tokens(mx.array(logits[None]), state, fixed)
-        draws.append(int(packed[0, 0]))
+        selected_tokens, state = selection.select_tokens(mx.array(logits[None]), state, fixed)
+        draws.append(int(selected_tokens[0, 0]))
     assert chi_square(np.bincount(draws, minlength=3), softmax(logits)) < CHI_SQUARE[2]
     pairs = np.bincount(np.array(draws[:-1:2]) * 3 + np.array(draws[1::2]), minlength=9)
     assert chi_square(pairs, np.outer(softmax(logits), softmax(logits)).ravel()) < 26.12  # 8 degrees of freedom
@@ -111,8 +111,10 @@ def test_sampled_beams_draw_without_replacement_from_the_sums():
         ProcessorInputs(rows, rows, [99] * 2 * prompts, row_random_keys(range(prompts), 1))
     )
     scores = mx.array(np.tile(np.array([0, -1e9], np.float32), prompts))
-    packed, _ = selection.select_candidates(mx.array(np.tile(logits, (2 * prompts, 1))), state, fixed, scores)
-    found = [selection.unpack_candidates(row) for row in np.array(packed)]
+    selected_candidates, _ = selection.select_candidates(
+        mx.array(np.tile(logits, (2 * prompts, 1))), state, fixed, scores
+    )
+    found = [selection.read_candidates(row) for row in np.array(selected_candidates)]
     firsts = np.array([tokens[0] for _, tokens, _, _ in found])
     assert all(beams[:3] == [0, 0, 0] and len(set(tokens)) == 4 for beams, tokens, _, _ in found)
     masses = softmax(logits)
@@ -125,9 +127,9 @@ def test_log_probabilities_are_computed_only_when_asked_for():
     for with_logprobs, width in ((False, 1), (True, 2)):
         gen = compile_fake(1, token_logprobs=with_logprobs, max_new_tokens=3)
         state, fixed = gen.selection.initial_state(ProcessorInputs([[1]], [[1]], [4]))
-        packed, _ = gen.selection.select_tokens(mx.zeros((1, VOCAB)), state, fixed)
-        assert packed.shape == (1, width)
-        assert packed.dtype == mx.int32
+        selected_tokens, _ = gen.selection.select_tokens(mx.zeros((1, VOCAB)), state, fixed)
+        assert selected_tokens.shape == (1, width)
+        assert selected_tokens.dtype == mx.int32
         _, (result,) = run_batch(gen, [[1]])
         assert all((token.logprob is not None) == with_logprobs for token in result.tokens)
 

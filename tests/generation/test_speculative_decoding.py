@@ -36,7 +36,7 @@ class OracleDrafter:
         trees = {}
         for row, text in rows.items():
             right = self.expected[row][len(text.new_tokens) :]
-            tree = trees[row] = DraftTree(text.sequence[-1])
+            tree = trees[row] = DraftTree(text.token_ids[-1])
             for _ in range(self.draw.integers(0, max_draft_tokens[row] + 1)):
                 parent = int(self.draw.integers(0, len(tree)))
                 spelled = [tree.tokens[node] for node in tree.path_to(parent)[1:]]
@@ -182,7 +182,7 @@ def test_the_schedule_sets_the_number_of_draft_tokens(monkeypatch):
 
         def propose(self, rows, max_draft_tokens, max_depths, *_):
             draft_limits.setdefault(self.schedule, []).append(max_draft_tokens[0])
-            tree = DraftTree(rows[0].sequence[-1])
+            tree = DraftTree(rows[0].token_ids[-1])
             count, node = len(rows[0].new_tokens), 0
             for token in self.right[count : count + min(max_draft_tokens[0], max_depths[0])]:
                 # The drafts of the third and fourth pass are wrong.

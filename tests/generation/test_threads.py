@@ -102,7 +102,9 @@ def test_threads_that_share_a_prompt_cache_get_exact_results_or_an_error(options
                 assert_same_results(result, text)
     for results in found[THREADS:]:
         assert not isinstance(results, Exception), results
-        assert all("a run that is not over" in str(result) for result in results if isinstance(result, Exception))
+        assert all(
+            "a generation that is not over" in str(result) for result in results if isinstance(result, Exception)
+        )
     assert not cache.kv_cache.in_use
     assert cache.kv_cache.block_manager.free_slots == cache.kv_cache.block_manager.num_slots
     for prompt, text in zip(prompts, expected, strict=True):
@@ -125,7 +127,7 @@ def test_a_cache_is_not_saved_or_cleared_during_a_run(loaded, tmp_path):
     steps = generation.generate_steps(compile_model(loaded("llama")), [TOKENS[:9]], [0], prompt_cache=cache)
     next(steps)
     for use in (cache.clear, lambda: cache.save(tmp_path / "cache")):
-        with pytest.raises(generation.GenerationError, match="a run that is not over"):
+        with pytest.raises(generation.GenerationError, match="a generation that is not over"):
             use()
     with ThreadPoolExecutor(1) as thread:  # a generator that is dropped half way ends its run, in any thread
         thread.submit(steps.close).result()

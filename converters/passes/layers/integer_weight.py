@@ -35,7 +35,7 @@ class IntegerWeight:
     ) -> IntegerWeight | None:
         """The weight of these names (values, scale, zero point or ""); None where one of them is no constant."""
         values = graph.weight(names[0])
-        scale, zero_point = (graph.values(name) for name in names[1:])
+        scale, zero_point = (graph.array(name) for name in names[1:])
         if values is None or scale is None or (names[2] and zero_point is None):
             return None
         return IntegerWeight(values, scale, zero_point, axis, block_size)

@@ -169,7 +169,7 @@ def _reorder_columns(
 
 def _read_column_blocks(graph: GraphView, name: str, columns: int) -> np.ndarray | None:
     """Each column's block, int64 [columns], or None where it is no constant."""
-    blocks = graph.values(name)
+    blocks = graph.array(name)
     return None if blocks is None or blocks.size < columns else blocks.reshape(-1)[:columns].astype(np.int64)
 
 

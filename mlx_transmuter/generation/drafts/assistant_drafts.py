@@ -41,21 +41,21 @@ class AssistantDrafter:
     ) -> dict[int, DraftTree]:
         """Returns a path of draft tokens for each row r: at most max_nodes[r] and max_depths[r], no eos, and none after
         a token to which the assistant gives a probability below assistant_confidence_threshold."""
-        trees = {index: DraftTree(row.sequence[-1]) for index, row in rows.items()}
+        trees = {index: DraftTree(row.token_ids[-1]) for index, row in rows.items()}
         limits = {
             index: self._draft_limit(index, row, min(max_nodes[index], max_depths[index]))
             for index, row in rows.items()
         }
         self._truncate_rejected(rows)
-        drafting = {index: list(row.sequence) for index, row in rows.items() if limits[index] > 0}
+        drafting = {index: list(row.token_ids) for index, row in rows.items() if limits[index] > 0}
         logits = self._read_missing_tokens(drafting) if drafting else None
         while logits is not None:
             arrays = fixed_state | self.group.host_inputs.arrays_for([drafting.get(row) for row in self.group.all_rows])
-            packed, state = self.assistant.selection.select_tokens(logits, state, arrays)
+            selected_tokens, state = self.assistant.selection.select_tokens(logits, state, arrays)
             del logits
-            read = read_selection(self.session, packed, state)
+            read = read_selection(self.session, selected_tokens, state)
             for index, sequence in list(drafting.items()):
-                token, logprob = self.assistant.selection.unpack_token(read[index])
+                token, logprob = self.assistant.selection.read_token(read[index])
                 if not self._is_drafted(rows[index], token, logprob):
                     del drafting[index]
                     continue
@@ -75,7 +75,7 @@ class AssistantDrafter:
     def _draft_limit(self, index: int, row: Row, limit: int) -> int:
         """Returns how many tokens to draft for a row: at most `limit`, and as the session allows."""
         # A token is drafted after those before it are read, and the last one is not read.
-        limit = min(limit, self.max_lengths[index] - len(row.sequence) + 1)
+        limit = min(limit, self.max_lengths[index] - len(row.token_ids) + 1)
         if self.session.max_step_tokens is None:
             return limit
         return min(limit, self.session.max_step_tokens - 1)  # more could not be truncated again
@@ -89,7 +89,7 @@ class AssistantDrafter:
         the session has beyond the token before it is rejected or not needed."""
         lengths = self.session.lengths.tolist()
         for index, row in rows.items():
-            lengths[index] = min(lengths[index], len(row.sequence) - 1)
+            lengths[index] = min(lengths[index], len(row.token_ids) - 1)
         self.session.truncate(lengths)
 
     def _read_missing_tokens(self, sequences: Mapping[int, list[int]]) -> mx.array | None:

@@ -48,11 +48,12 @@ class DraftSelection:
         path = []
         for _ in range(depth):
             at_node = {name: array[rows, node] if name in host_names else array for name, array in arrays.items()}
-            packed, after = self.selection.trace_selection(logits[rows, node], state, at_node)
-            # The state advances along the path alone: it uses as many keys, and sees as many tokens, as are selected.
+            selected_tokens, after = self.selection.trace_selection(logits[rows, node], state, at_node)
+            # The state advances along the path alone: it uses as many keys, and sees as many tokens, as are
+            # selected.
             state = {name: _where_rows(on_path, after[name], array) for name, array in state.items()}
-            path.append(packed)
-            matches = (tokens == packed[:, :1]) & (parents == node[:, None])
+            path.append(selected_tokens)
+            matches = (tokens == selected_tokens[:, :1]) & (parents == node[:, None])
             on_path = on_path & mx.any(matches, axis=-1)
             node = mx.where(on_path, mx.argmax(matches, axis=-1).astype(mx.int32), node)
         return mx.stack(path, axis=1), state

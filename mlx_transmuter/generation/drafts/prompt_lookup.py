@@ -65,9 +65,9 @@ class PromptLookupDrafter:
 
     def _draft(self, index: int, row: Row, max_nodes: int, max_depth: int) -> DraftTree:
         ngrams = self._indices.setdefault(index, NgramContinuations(self.max_ngram_size))
-        continuations = ngrams.continuations(row.sequence, min(max_nodes, max_depth)) if max_nodes else []
+        continuations = ngrams.continuations(row.token_ids, min(max_nodes, max_depth)) if max_nodes else []
         without_eos = [row.stop_rules.before_eos(tokens) for tokens in continuations]
-        return merge_continuations(row.sequence[-1], without_eos, max_nodes)
+        return merge_continuations(row.token_ids[-1], without_eos, max_nodes)
 
 
 def _copy_periodic(sequence: Sequence[int], start: int, count: int) -> list[int]:

@@ -62,30 +62,35 @@ class SpeculativeDecoding:
         self.drafter = _make_drafter(group)
 
     def steps(self) -> Generator[StepOutput, None, None]:
-        """Yields the steps until every row has ended or the run is cancelled."""
-        selected = self._select_first_tokens()
-        while selected:
-            for place in range(max(map(len, selected.values()))):
-                yield self._append_tokens({row: read[place] for row, read in selected.items() if place < len(read)})
+        """Yields the steps until every row has ended or the batch is cancelled."""
+        selected_tokens = self._select_first_tokens()
+        while selected_tokens:
+            for place in range(max(map(len, selected_tokens.values()))):
+                yield self._append_tokens(
+                    {row: read[place] for row, read in selected_tokens.items() if place < len(read)}
+                )
                 if self.group.batch.cancelled:
                     return
-            selected = self._run_pass({index: row for index, row in self.rows.items() if row.is_live})
+            selected_tokens = self._run_pass({index: row for index, row in self.rows.items() if row.is_live})
 
-    def _append_tokens(self, packed: Mapping[int, np.ndarray]) -> StepOutput:
-        unpack = self.group.selection.unpack_token
-        return self.group.batch.append_tokens(self.rows, {row: unpack(values) for row, values in packed.items()})
+    def _append_tokens(self, selected_tokens: Mapping[int, np.ndarray]) -> StepOutput:
+        read_token = self.group.selection.read_token
+        return self.group.batch.append_tokens(
+            self.rows, {row: read_token(values) for row, values in selected_tokens.items()}
+        )
 
     def _select_first_tokens(self) -> dict[int, np.ndarray]:
-        """Returns the first new token of each row, packed int32 [1, 1 or 2]; {} if the run was cancelled."""
+        """Returns the first new token of each row, int32 [1, 1 or 2] (see TokenSelection.select_tokens); {} if the
+        batch was cancelled."""
         logits = self.group.prefill()
         if logits is None:
             return {}
-        sequences = [self.rows[row].sequence if row in self.rows else None for row in self.group.all_rows]
+        sequences = [self.rows[row].token_ids if row in self.rows else None for row in self.group.all_rows]
         read, self.state = self.group.select_and_read(logits, self.state, self.fixed, sequences)
         return {row: read[row : row + 1] for row in self.rows}
 
     def _run_pass(self, live: Mapping[int, Row]) -> dict[int, np.ndarray]:
-        """Drafts, verifies and accepts tokens of the live rows. Returns the tokens of each row, packed int32 [n, 1 or
+        """Drafts, verifies and accepts tokens of the live rows. Returns the tokens of each row, int32 [n, 1 or
         2]: the accepted ones and one after them; {} without a live row."""
         if not live:
             return {}
@@ -95,7 +100,7 @@ class SpeculativeDecoding:
         return self._accept(live, trees, self._verify(live, trees))
 
     def _verify(self, live: Mapping[int, Row], trees: Mapping[int, DraftTree]) -> np.ndarray:
-        """Runs the model over the trees and returns the selected tokens along each, packed int32 [rows, depth, 1 or
+        """Runs the model over the trees and returns the selected tokens along each, int32 [rows, depth, 1 or
         2]."""
         group, limit = self.group, self.max_draft_tokens
         nodes = padded_node_count(max(map(len, trees.values())), limit)
@@ -104,9 +109,9 @@ class SpeculativeDecoding:
         arrays = self.fixed | _host_arrays_per_node(group, trees, live, nodes)
         logits = group.verify_drafts(drafts)
         selection = group.batch.compiled.draft_selection
-        packed, self.state = selection.select_along_tree(logits, self.state, arrays, drafts, depth)
+        selected_tokens, self.state = selection.select_along_tree(logits, self.state, arrays, drafts, depth)
         del logits
-        return read_selection(group.session, packed, self.state)
+        return read_selection(group.session, selected_tokens, self.state)
 
     def _accept(
         self, live: Mapping[int, Row], trees: Mapping[int, DraftTree], read: np.ndarray
@@ -138,7 +143,7 @@ def _host_arrays_per_node(
     sequences: list[list[int] | None] = []
     for index in group.all_rows:
         tree = trees.get(index)
-        drafted = [] if tree is None else [rows[index].sequence + tree.tokens_to(node) for node in range(len(tree))]
+        drafted = [] if tree is None else [rows[index].token_ids + tree.tokens_to(node) for node in range(len(tree))]
         sequences += [*drafted, *[None] * (nodes - len(drafted))]
     arrays = group.host_inputs.arrays_for(sequences, [row for row in group.all_rows for _ in range(nodes)])
     return {name: array.reshape(len(group.all_rows), nodes, *array.shape[1:]) for name, array in arrays.items()}

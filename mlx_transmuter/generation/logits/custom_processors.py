@@ -15,7 +15,7 @@ from mlx_transmuter.generation.logits.processor_types import CustomProcessor
 NARROW_DTYPES = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32, np.dtype(np.uint64): np.uint32}
 # Kinds of numpy: booleans, integers, floats, complex numbers.
 _NUMERIC_KINDS = "biufc"
-_PAIR = "a pair of functions (state, process)"
+_PAIR = "a pair of functions (make_state, process)"
 
 
 def custom_state_name(index: int) -> str:
@@ -31,15 +31,15 @@ def check_processors(processors: Any) -> tuple[CustomProcessor, ...]:
     for index, entry in enumerate(entries):
         if not isinstance(entry, (tuple, list)) or len(entry) != 2 or not all(map(callable, entry)):
             raise GenerationError(f"processor {index}", shorten(entry), _PAIR)
-    return tuple((state, process) for state, process in entries)
+    return tuple((make_state, process) for make_state, process in entries)
 
 
-def compute_state(index: int, state: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any]) -> np.ndarray:
+def compute_state(index: int, make_state: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any]) -> np.ndarray:
     """Returns the state of a row by the processor of this index, in a type that a device has.
 
-    Raises GenerationError where it is no array of numbers; what `state` raises itself is passed on.
+    Raises GenerationError where it is no array of numbers; what `make_state` raises itself is passed on.
     """
-    value = state(row)
+    value = make_state(row)
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -30,14 +30,14 @@ from mlx_transmuter.generation.logits.repetition_penalties import (
     repetition_penalty,
 )
 from mlx_transmuter.generation.logits.scores import HIGHEST_FINITE, LOWEST_FINITE, log_softmax
-from mlx_transmuter.generation.logits.sequence_biases import bad_words_ids, sequence_bias
+from mlx_transmuter.generation.logits.sequence_biases import bad_words_ids, sequence_bias_processor
 from mlx_transmuter.generation.logits.top_k_top_p import top_k, top_p
 from mlx_transmuter.generation.logits.typical_sampling import typical_p
 from mlx_transmuter.generation.settings import SETTINGS, Settings, check_vocabulary
 
 # The processor of each setting, of the settings and the size of the vocabulary.
 PROCESSOR_BUILDERS: dict[str, Callable[[Settings, int], LogitsProcessor]] = {
-    "sequence_bias": lambda s, vocab: sequence_bias(s.sequence_bias, vocab),
+    "sequence_bias": lambda s, vocab: sequence_bias_processor(s.sequence_bias, vocab),
     "encoder_repetition_penalty": lambda s, _: encoder_repetition_penalty(
         s.encoder_repetition_penalty, s.rows_per_prompt
     ),

@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_transmuter.generation.logits.processor_state import ProcessorState, token_mask
 from mlx_transmuter.generation.logits.scores import REMOVED_SCORE
 
-# A task's own processor: state(dict(prompt, generated, vocab)) -> array of one shape at every step, and
+# A task's own processor: make_state(dict(prompt, generated, vocab)) -> array of one shape at every step, and
 # process(logits of one row, that array) -> logits. `generated` has the last token first.
 CustomProcessor = tuple[Callable[[Mapping[str, Any]], Any], Callable[[mx.array, mx.array], mx.array]]
 

@@ -46,7 +46,7 @@ class _SequenceArrays(NamedTuple):
         return biases.at[rows, self.last_tokens[None]].add(mx.where(matched, self.biases[None], 0.0))
 
 
-def sequence_bias(pairs: BiasPairs, vocab_size: int) -> LogitsProcessor:
+def sequence_bias_processor(pairs: BiasPairs, vocab_size: int) -> LogitsProcessor:
     """Adds to a token's score the bias of each sequence that the token would complete. SequenceBiasLogitsProcessor."""
     single_tokens = np.zeros(vocab_size, np.float32)
     for (first, *others), bias in pairs:
@@ -68,7 +68,7 @@ def sequence_bias(pairs: BiasPairs, vocab_size: int) -> LogitsProcessor:
 def bad_words_ids(words: Sequence[tuple[int, ...]], eos: Sequence[int], vocab_size: int) -> LogitsProcessor:
     """Removes each token that would complete one of words; an eos is never a bad word. NoBadWordsLogitsProcessor."""
     biased = [(word, REMOVED_SCORE) for word in words if not (len(word) == 1 and word[0] in eos)]
-    return sequence_bias(biased, vocab_size)
+    return sequence_bias_processor(biased, vocab_size)
 
 
 def recent_token_count(pairs: Sequence[tuple[Sequence[int], float]]) -> int:

@@ -80,17 +80,17 @@ class TokenSelection:
     def select_tokens(
         self, logits: mx.array, state: ProcessorState, fixed: ProcessorState
     ) -> tuple[mx.array, ProcessorState]:
-        """Returns the token of each row, packed as int32 [rows, 1], or [rows, 2] with the bits of its log-probability
-        (see `unpack_token`), and the state after it.
+        """Returns the selection, int32 [rows, 1]: the token of each row; or [rows, 2] with the bits of its
+        log-probability (see `read_token`); and the state after it.
 
         logits: [rows, vocab] of any float type. fixed: the fixed arrays, and those that the host computed for this
         token.
         """
         return self._compiled_select(logits, state, fixed)
 
-    def unpack_token(self, packed: np.ndarray) -> tuple[int, float | None]:
-        """Returns the token, and its log-probability where asked for, of one row of what `select_tokens` packed."""
-        return int(packed[0]), float(packed[1:].view(np.float32)[0]) if self.logprobs else None
+    def read_token(self, selected_tokens: np.ndarray) -> tuple[int, float | None]:
+        """Returns the token, and its log-probability where asked for, of one row of what `select_tokens` returned."""
+        return int(selected_tokens[0]), float(selected_tokens[1:].view(np.float32)[0]) if self.logprobs else None
 
     def select_candidates(
         self, logits: mx.array, state: ProcessorState, fixed: ProcessorState, scores: mx.array
@@ -98,16 +98,16 @@ class TokenSelection:
         """Returns the best continuations of each prompt, for the beams' scores float32 [rows], and the next state.
 
         int32 [prompts, n × candidate_count]: the indices beam × vocab + token, the bits of their scores, and where
-        asked for those of their log-probabilities; `unpack_candidates` reads a row of it.
+        asked for those of their log-probabilities; `read_candidates` reads a row of it.
         """
         return self._compiled_rank(logits, state, fixed, scores)
 
-    def unpack_candidates(self, packed: np.ndarray) -> BeamCandidates:
-        """Returns the candidates of one prompt, a row of what `select_candidates` packed.
+    def read_candidates(self, selected_candidates: np.ndarray) -> BeamCandidates:
+        """Returns the candidates of one prompt, a row of what `select_candidates` returned.
 
         Sampled ones come in the order of their draws; of equal scores the lower index comes first.
         """
-        parts = packed.reshape(-1, self.candidate_count)
+        parts = selected_candidates.reshape(-1, self.candidate_count)
         indices, values = parts[0].tolist(), parts[1:].view(np.float32)
         scores, *logprobs = values.tolist()
         order = list(range(self.candidate_count))

@@ -1,4 +1,5 @@
-"""The beams of one prompt and its finished hypotheses, as `_beam_search` of transformers 4.57.6 updates them.
+"""PromptBeams: the beams of one prompt and its finished hypotheses, as `_beam_search` of transformers 4.57.6 updates
+them.
 
 float32 throughout, in the order of operations of transformers: what it adds to push a candidate out of the running, is
 added here. Ties go to the lower index.
@@ -33,7 +34,7 @@ class BeamHypothesis:
     ended_by_stop: bool = False
 
 
-class BeamHypotheses:
+class PromptBeams:
     """The running beams of one prompt, and its best finished hypotheses."""
 
     def __init__(self, settings: Settings, max_new_tokens: int, stop_rules: StopRules):

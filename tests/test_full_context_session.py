@@ -11,7 +11,7 @@ from mlx_transmuter import generation
 from mlx_transmuter.program.run_plan import PADDING_SIDES, RunPlan
 from mlx_transmuter.runtime.decoder import Decoder
 from mlx_transmuter.runtime.errors import DecoderError
-from mlx_transmuter.runtime.full_context import FullContextSession
+from mlx_transmuter.runtime.full_context_session import FullContextSession
 
 
 def test_the_conversion_finds_that_there_is_no_cache(loaded):
