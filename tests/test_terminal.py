@@ -18,6 +18,14 @@ from mlx_transmuter.tokenizer import Tokenizer
 pytestmark = pytest.mark.usefixtures("cache")
 
 
+@pytest.fixture(autouse=True)
+def _sigint_is_heard():
+    """Ctrl-C raises here and in children also where the tests run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 # Chat.
 
 
