@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter.generation.errors import GenerationError
@@ -17,6 +18,11 @@ def to_bits(value: Any) -> Any:
     with np.errstate(over="ignore"):
         values = np.asarray(value, dtype=np.float32)
     return np.where(np.isnan(values), np.int32(QUIET_NAN), values.view(np.int32)).tolist()
+
+
+def array_to_bits(values: mx.array) -> mx.array:
+    """Returns the bits of float32 values as int32, on the device; as `to_bits` for NaN."""
+    return mx.where(mx.isnan(values), QUIET_NAN, values.view(mx.int32))
 
 
 def from_bits(bits: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.generation.float_bits import QUIET_NAN
+from mlx_transmuter.generation.float_bits import array_to_bits
 from mlx_transmuter.generation.logits.custom_processors import custom_state_name
 from mlx_transmuter.generation.logits.logits_processors import build_processors
 from mlx_transmuter.generation.logits.processor_state import (
@@ -140,7 +140,7 @@ class TokenSelection:
         tokens = mx.argmax(perturbed, axis=-1, keepdims=True).astype(mx.int32)
         columns = [tokens]
         if self.logprobs:
-            columns.append(_float_bits(log_softmax_at(scores, tokens)))
+            columns.append(array_to_bits(log_softmax_at(scores, tokens)))
         return mx.concatenate(columns, axis=-1), advance_state(state, tokens[:, 0])
 
     def _rank_candidates(
@@ -157,9 +157,9 @@ class TokenSelection:
         if "random_keys" in state:
             descending = mx.argsort(-mx.take_along_axis(perturbed, best, axis=-1), axis=-1)
             best = mx.take_along_axis(best, descending, axis=-1)
-        columns = [best, _float_bits(mx.take_along_axis(total, best, axis=-1))]
+        columns = [best, array_to_bits(mx.take_along_axis(total, best, axis=-1))]
         if self.logprobs:
-            columns.append(_float_bits(log_softmax_at(processed, best, self.settings.num_beams)))
+            columns.append(array_to_bits(log_softmax_at(processed, best, self.settings.num_beams)))
         return mx.concatenate(columns, axis=-1), state
 
 
@@ -178,8 +178,3 @@ def _gumbel_noise(state: ProcessorState, size: int) -> tuple[mx.array, Processor
     keys = mx.vmap(mx.random.split)(state["random_keys"])
     noise = mx.vmap(lambda key: mx.random.gumbel((size,), key=key))(keys[:, 1])
     return noise, {**state, "random_keys": keys[:, 0]}
-
-
-def _float_bits(values: mx.array) -> mx.array:
-    """Returns the bits of float32 values as int32."""
-    return mx.where(mx.isnan(values), QUIET_NAN, values.view(mx.int32))
