@@ -71,7 +71,10 @@ def run(case: TestCase, folder: Path) -> None:
             }
             results = module(**values)
             for value, reference in zip(program.outputs, expected, strict=True):
-                _check(results[value.name], _array(reference), case, value.name)
+                result, known = results[value.name], _array(reference)
+                if operator(case) in ("Cast", "CastLike"):
+                    result, known = _without_undefined(result, inputs[0], reference)
+                _check(result, known, case, value.name)
 
 
 def _shape_determining_values(program: Program) -> set[str]:
@@ -91,6 +94,33 @@ def _shape_determining_values(program: Program) -> set[str]:
 
     visit(program.nodes)
     return names
+
+
+def _without_undefined(result: Any, source: Any, reference: Any) -> tuple[Any, Any]:
+    """Returns a cast's result and its reference, without the elements for which ONNX leaves the result undefined.
+
+    Those are the floats outside an integer type: what stands there in a case depends on ml_dtypes' version.
+    """
+    known = _array(reference)
+    info = _integer_range(reference)
+    values = np.asarray(_array(source)) if info else np.zeros(0)
+    if info is None or not (np.issubdtype(values.dtype, np.floating) or values.dtype.kind == "V"):
+        return result, known
+    whole = np.trunc(values.astype(np.float64))
+    defined = (info[0] <= whole) & (whole <= info[1])
+    assert defined.any()
+    return ops.to_host(result)[defined] if isinstance(result, mx.array) else result[defined], known[defined]
+
+
+def _integer_range(reference: Any) -> tuple[int, int] | None:
+    """Returns the least and the largest element of a case's value, or None where it has no integers."""
+    array = numpy_helper.to_array(reference) if isinstance(reference, TensorProto) else np.asarray(reference)
+    bits = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2}.get(array.dtype.name)
+    if bits is None:
+        if array.dtype.kind not in "iu":
+            return None
+        bits = 8 * array.dtype.itemsize
+    return (0, 2**bits - 1) if array.dtype.name.startswith("u") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
 def _array(value: Any) -> Any:
