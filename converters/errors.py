@@ -1,9 +1,53 @@
-"""The one error of the converter."""
+"""The one error of the converter, and what every other error of a conversion becomes."""
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mlx_transmuter import ops
+from mlx_transmuter.converters.stages import current_stage
 from mlx_transmuter.errors import TransmuterError
+from mlx_transmuter.folder_format import FolderError
+from mlx_transmuter.program import ProgramError
+from mlx_transmuter.program.signature import SignatureError
 
 
 class ConvertError(TransmuterError):
     """A source that cannot be converted; `where` is the file or the folder, `node` the graph's node at fault."""
+
+
+@contextmanager
+def convert_errors(path: Path, out: Path) -> Iterator[None]:
+    """Raises as ConvertError whatever a conversion of the file `path` into the folder `out` raises in the block.
+
+    Other errors of this package stay as they are where they say it all. An error of numpy, MLX or Python is one that
+    no check foresaw: its message names the stage in which it came.
+    """
+    try:
+        yield
+    except (ops.OperatorError, SignatureError) as problem:
+        raise ConvertError(path, problem.found, problem.expected, problem.do, problem.node) from problem
+    except (ProgramError, FolderError) as problem:
+        raise ConvertError(problem.where, problem.found, problem.expected, problem.do) from problem
+    except TransmuterError:
+        raise
+    except OSError as problem:
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ConvertError(
+                out, "a full disk", "room for the converted model", "free some and convert again"
+            ) from None
+        found = f"{problem.strerror or problem} ({problem.filename or path})"
+        raise ConvertError(out, found, "files that can be read and a folder that can be written") from problem
+    except Exception as problem:
+        found = f"{type(problem).__name__}: {problem} ({current_stage()})"
+        if type(problem) in (MemoryError, RuntimeError):  # a RuntimeError is what MLX raises without memory or disk
+            raise ConvertError(out, found, "memory and a disk for the model") from problem
+        raise ConvertError(
+            path,
+            found,
+            "a graph whose nodes, shapes and tables fit together",
+            "check the file with onnx.checker.check_model and onnxruntime; if they take it, report it to this project",
+        ) from problem

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mlx_transmuter import ops
-from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.errors import convert_errors
 from mlx_transmuter.converters.graph.position_tables import position_table_rows
 from mlx_transmuter.converters.model_card import render_model_card
 from mlx_transmuter.converters.passes import GRAPH_REWRITES
@@ -16,6 +14,7 @@ from mlx_transmuter.converters.passes.layers.merge_projections import merge_proj
 from mlx_transmuter.converters.precision import cast_dtype, numeric_effects, quantize
 from mlx_transmuter.converters.proof import proof
 from mlx_transmuter.converters.proof.plan_search import recordable_errors
+from mlx_transmuter.converters.proof.staged_weights import StagedWeights
 from mlx_transmuter.converters.proof.tolerances import tolerance
 from mlx_transmuter.converters.proof.trials import (
     GraphTrials,
@@ -24,12 +23,31 @@ from mlx_transmuter.converters.proof.trials import (
     prove_pool_rewrites,
 )
 from mlx_transmuter.converters.source_graph import SourceGraph, read_source_graph
-from mlx_transmuter.converters.staging import StagedFolder, stage_folder
-from mlx_transmuter.folder_format import FolderError
+from mlx_transmuter.converters.stages import enter_stage
+from mlx_transmuter.converters.staging import stage_folder
+from mlx_transmuter.folder_format import PROGRAM_FILE
+from mlx_transmuter.model import load_module
 from mlx_transmuter.precision_options import PrecisionOptions
-from mlx_transmuter.program import Program, ProgramError
+from mlx_transmuter.program import Program, save_program
 from mlx_transmuter.program.attention_nodes import find_attention_windows
-from mlx_transmuter.program.signature import CACHE_INDEX_INPUT, USE_CACHE_BRANCH_INPUT, SignatureError
+from mlx_transmuter.program.signature import CACHE_INDEX_INPUT, USE_CACHE_BRANCH_INPUT
+
+
+@dataclass(frozen=True)
+class StagedFolder:
+    """The temporary folder that becomes a converted folder."""
+
+    path: Path
+    weights: StagedWeights
+
+    def save(self, program: Program) -> None:
+        """Writes the program, and its weights where others lie there, and loads both as a user's process will.
+
+        Raises ProgramError for a folder that does not load.
+        """
+        self.weights.save(program)
+        save_program(program, self.path / PROGRAM_FILE)
+        load_module(self.path)
 
 
 def convert(
@@ -48,37 +66,36 @@ def convert(
     error or Ctrl-C, leaves `out` as it was. progress: whether to show progress on stderr. base_model: the repository
     that the source is, for the card. precision: what the conversion changes about the graph's numbers.
 
+    All of it runs in this process; `child_process.convert` does the same in one of its own, whose end harms nobody.
     Raises ConvertError for a file that cannot be converted, for a module that disagrees with the graph, for a full
     disk.
     """
     source, out = Path(source), Path(out)
     path = source / file
-    try:
-        with stage_folder(out, path, progress=progress) as staged:
-            graph = read_source_graph(source, path, staged.path, progress=progress)
-            if precision.quantize:
-                quantize.check_not_quantized(graph.program, path)
-            proved, effects = prove_program(staged, graph, precision)
-            program, more_effects = apply_precision(staged, proved, precision, progress=progress)
-            metadata = record_metadata(program, graph, proved, base_model)
-            program.metadata = metadata | effects | more_effects
-            staged.save(program)
-            card = render_model_card(program, graph.config, staged.path)
-            (staged.path / "README.md").write_text(card, encoding="utf-8")
-    except (ops.OperatorError, SignatureError) as problem:
-        raise ConvertError(path, problem.found, problem.expected, problem.do, problem.node) from problem
-    except (ProgramError, FolderError) as problem:
-        raise ConvertError(problem.where, problem.found, problem.expected, problem.do) from problem
-    except OSError as problem:
-        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ConvertError(
-                out, "a full disk", "room for the converted model", "free some and convert again"
-            ) from None
-        found = f"{problem.strerror or problem} ({problem.filename or path})"
-        raise ConvertError(out, found, "files that can be read and a folder that can be written") from problem
-    except (MemoryError, RuntimeError) as problem:  # a RuntimeError is what MLX raises where it gets no memory or disk
-        raise ConvertError(out, f"{type(problem).__name__}: {problem}", "memory and a disk for the model") from problem
+    with convert_errors(path, out), stage_folder(out, path) as folder:
+        fill_folder(folder, source, path, progress=progress, base_model=base_model, precision=precision)
     return out
+
+
+def fill_folder(
+    folder: Path, source: Path, path: Path, *, progress: bool, base_model: str | None, precision: PrecisionOptions
+) -> None:
+    """Writes the conversion of the ONNX file `path` of the folder `source` into the empty folder `folder`, proved.
+
+    The other parameters are those of `convert`.
+    """
+    staged = StagedFolder(folder, StagedWeights(folder, progress=progress))
+    graph = read_source_graph(source, path, folder, progress=progress)
+    if precision.quantize:
+        quantize.check_not_quantized(graph.program, path)
+    proved, effects = prove_program(staged, graph, precision)
+    program, more_effects = apply_precision(staged, proved, precision, progress=progress)
+    metadata = record_metadata(program, graph, proved, base_model)
+    program.metadata = metadata | effects | more_effects
+    enter_stage("writing the program")
+    staged.save(program)
+    card = render_model_card(program, graph.config, folder)
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def prove_program(

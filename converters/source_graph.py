@@ -16,6 +16,7 @@ from mlx_transmuter.converters.onnx_reader.reader import read_onnx
 from mlx_transmuter.converters.onnx_reader.weight_names import name_weights
 from mlx_transmuter.converters.passes.moe.traced_experts import restore_traced_experts
 from mlx_transmuter.converters.proof import proof
+from mlx_transmuter.converters.stages import enter_stage
 from mlx_transmuter.folder_format import CHAT_TEMPLATE_FOLDER, COMPANION_FILES, read_json_object
 from mlx_transmuter.git_lfs import check_not_lfs_pointer
 from mlx_transmuter.program import Program
@@ -72,6 +73,7 @@ def read_source_graph(source: Path, path: Path, folder: Path, *, progress: bool 
     Raises ConvertError for a file that is no causal decoder, or one that MLX cannot hold; ProgramError for a broken
     configuration; SignatureError for a graph that is no decoder.
     """
+    enter_stage("reading the file")
     origins = copy_companions(source, path, folder)
     # The generation settings are only read to know that they can be.
     config, genai, _ = (

@@ -7,38 +7,18 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_transmuter.converters.errors import ConvertError
-from mlx_transmuter.converters.proof.staged_weights import StagedWeights
 from mlx_transmuter.folder_format import PROGRAM_FILE
-from mlx_transmuter.model import load_module
-from mlx_transmuter.program import PROGRAM_FORMAT, Program, save_program
+from mlx_transmuter.program import PROGRAM_FORMAT
 
 _STALE_SECONDS = 24 * 3600
 
 
-@dataclass(frozen=True)
-class StagedFolder:
-    """A temporary folder that becomes a converted folder."""
-
-    path: Path
-    weights: StagedWeights
-
-    def save(self, program: Program) -> None:
-        """Writes the program, and its weights where others lie there, and loads both as a user's process will.
-
-        Raises ProgramError for a folder that does not load.
-        """
-        self.weights.save(program)
-        save_program(program, self.path / PROGRAM_FILE)
-        load_module(self.path)
-
-
 @contextmanager
-def stage_folder(out: Path, onnx_file: Path, *, progress: bool = False) -> Iterator[StagedFolder]:
-    """Gives a folder beside `out`, which it replaces when the block ends; an error in the block leaves `out` as it was.
+def stage_folder(out: Path, onnx_file: Path) -> Iterator[Path]:
+    """Gives an empty folder beside `out`, which it replaces when the block ends; an error there leaves `out` as it was.
 
     Raises ConvertError for a target that a conversion of `onnx_file` must not replace.
     """
@@ -48,7 +28,7 @@ def stage_folder(out: Path, onnx_file: Path, *, progress: bool = False) -> Itera
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".partial", dir=out.parent) as temporary:
         folder = Path(temporary) / "model"
         folder.mkdir()
-        yield StagedFolder(folder, StagedWeights(folder, progress=progress))
+        yield folder
         move_into_place(folder, out, Path(temporary) / "old")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -136,12 +137,8 @@ def _cached_conversion(source: Source, name: str, precision: PrecisionOptions) -
 
 
 def _import_converter():
-    try:
-        from mlx_transmuter.converters.pipeline import convert
-    except ModuleNotFoundError as error:
-        if error.name != "onnx":
-            raise
-        raise SourceError(
-            "converting", "the package onnx is not installed", do="install it: pip install onnx"
-        ) from None
+    if importlib.util.find_spec("onnx") is None:
+        raise SourceError("converting", "the package onnx is not installed", do="install it: pip install onnx")
+    from mlx_transmuter.converters.child_process import convert
+
     return convert

@@ -23,6 +23,9 @@ ON_GPU = os.environ.get("MLX_TRANSMUTER_TEST_DEVICE") == "gpu"
 mx.set_default_device(mx.gpu if ON_GPU else mx.cpu)
 if not ON_GPU:
     mx.disable_compile()
+# Hundreds of conversions run in the process of the tests, where they take no other Python's start; test_child_process.py
+# has those that run in one of their own.
+os.environ["MLX_TRANSMUTER_IN_PROCESS"] = "1"
 # No test is about how long an example takes, least of all on a machine with other work. "quick" is for `make test-quick`,
 # "thorough" for a search of hours.
 settings.register_profile("untimed", deadline=None)

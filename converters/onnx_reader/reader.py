@@ -27,6 +27,7 @@ from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
 from mlx_transmuter.converters.onnx_reader.onnx_file import load_onnx_file
 from mlx_transmuter.converters.onnx_reader.onnx_graphs import sort_topologically, walk_nodes
 from mlx_transmuter.converters.onnx_reader.opsets import imported_opsets, operator_name, resolve_node
+from mlx_transmuter.converters.stages import advance
 from mlx_transmuter.ops import ELEMENT_TYPE_NAMES
 from mlx_transmuter.program import MAX_CONSTANT_ELEMENTS, Node, Program, ProgramError, Value
 
@@ -143,6 +144,7 @@ class _GraphReader:
         nodes = []
         for proto in sort_topologically(graph.node):
             self.progress_bar.update()
+            advance()
             nodes += self.read_node(proto, scope)
         for info in graph.output:
             if info.name not in scope:

@@ -38,6 +38,7 @@ from mlx_transmuter.converters.passes.simplify.fold_static_shapes import fold_st
 from mlx_transmuter.converters.passes.simplify.fold_weight_transforms import fold_weight_transforms
 from mlx_transmuter.converters.passes.simplify.fuse_slices_into_split import fuse_slices_into_split
 from mlx_transmuter.converters.passes.simplify.half_precision_cache import use_half_precision_cache
+from mlx_transmuter.converters.stages import enter_stage
 from mlx_transmuter.program import Program
 from mlx_transmuter.program.renaming import rename_values
 from mlx_transmuter.program.signature import (
@@ -224,6 +225,7 @@ def apply_rewrites(program: Program, rewrites: Sequence[Rewrite]) -> tuple[Progr
     )
     records, graph = [], GraphView(program)
     for rewrite in rewrites:
+        enter_stage(f"rewriting the graph, {rewrite.__name__}")
         program, record = apply_rewrite(program, rewrite, graph)
         records.append(record)
         if program is not graph.program:

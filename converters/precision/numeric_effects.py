@@ -16,6 +16,7 @@ from mlx_transmuter.converters.proof import proof
 from mlx_transmuter.converters.proof.proof import ProofBatch, ProofCase
 from mlx_transmuter.converters.proof.staged_weights import SharedArrays, StagedWeights
 from mlx_transmuter.converters.proof.tolerances import TOLERANCES
+from mlx_transmuter.converters.stages import enter_stage
 from mlx_transmuter.notices import print_notice
 from mlx_transmuter.precision_options import Quantization
 from mlx_transmuter.program import Program
@@ -65,6 +66,7 @@ def apply_dtype(
 
     Raises ConvertError where they are further off than that type allows.
     """
+    enter_stage(f"casting the graph to {dtype}")
     program = cast_dtype.cast_program(program, dtype, case.path)
     tolerance = max(case.tolerance, TOLERANCES[dtype])
     weights.save(program)
@@ -87,6 +89,7 @@ def apply_quantization(
     That is which layers were quantized, and how far that moves the logits of the proof. progress: whether to say it in
     a line on stderr, too. Raises ConvertError where the logits are not finite.
     """
+    enter_stage(f"quantizing the graph, {quantization.name}")
     program, unquantized = quantize.quantize_layers(program, quantization, case.path)
     weights.save(program)
     logits = case.logits(weights.load().module(program))

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops
+from mlx_transmuter.converters.stages import advance, enter_stage
 from mlx_transmuter.program.run_plan import RunPlan
 from mlx_transmuter.program.signature import DecoderSignature
 from mlx_transmuter.runtime.decoder import Decoder
@@ -78,6 +79,7 @@ def reference_logits(
     without a cache gets all tokens so far. eager: whether shapes may depend on values, as those of a mixture's experts
     do before their rewrite.
     """
+    enter_stage("running the graph")
     rows: Logits = []
     for prompt, decode_tokens in zip(batch.prompts, batch.decode_tokens, strict=True):
         chunks = [[token] for token in prompt] if token_by_token else [prompt]
@@ -102,6 +104,7 @@ def _reference_row_logits(
         past = step_inputs.next_past(outputs)
         past_length += len(tokens)
         mx.eval(outputs)
+        advance()
         step_logits = outputs[signature.logits_output]
         last = step_logits[0, -1] if step_logits.ndim == 3 and step_logits.size else step_logits
         logits.append(ops.to_host(last))
@@ -110,6 +113,7 @@ def _reference_row_logits(
 
 def decoder_logits(module: ProgramModule, plan: RunPlan, batch: ProofBatch) -> Logits:
     """Returns the logits of the module run as generation runs it: in a batch over pools, in chunks by the plan."""
+    enter_stage(f"running the converted module, {plan.label}")
     decoder = Decoder(module, len(batch.prompts), plan=plan)
     logits: Logits = [[] for _ in batch.prompts]
     for group in decoder.group_rows([len(prompt) for prompt in batch.prompts]):
@@ -118,6 +122,7 @@ def decoder_logits(module: ProgramModule, plan: RunPlan, batch: ProofBatch) -> L
         for tokens, counts, is_end in _batch_steps(rows, [len(prompt) for prompt in batch.prompts], plan.prompt_mode):
             step_logits = session.step(tokens, counts)
             session.evaluate(step_logits)
+            advance()
             for r in group:
                 if is_end[r]:
                     logits[r].append(ops.to_host(step_logits[r]))

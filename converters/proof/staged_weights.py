@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from mlx_transmuter import ops
 from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
+from mlx_transmuter.converters.stages import advance, enter_stage
 from mlx_transmuter.program import Program, weights
 from mlx_transmuter.runtime.module import ProgramModule
 
@@ -54,6 +55,7 @@ class StagedWeights:
         """Writes the program's weights in place of those that lie there, unless they are the same."""
         if self._program is not None and self._program.tensors == program.tensors:
             return
+        enter_stage("writing the weights")
         self._program = None
         for file in self.folder.glob("model*.safetensors*"):
             file.unlink()
@@ -63,6 +65,7 @@ class StagedWeights:
             def item(name: str, tensor: LazyTensor) -> tuple[str, int, Callable[[], mx.array]]:
                 def read() -> mx.array:
                     bar.update()
+                    advance()
                     return tensor.to_device()
 
                 return name, ops.device_dtype(tensor.dtype).size * tensor.size, read

@@ -14,7 +14,7 @@ import pytest
 import toy
 from conversions import assert_refused, convert_model, folder_contents
 
-from mlx_transmuter.converters import pipeline, source_graph, staging
+from mlx_transmuter.converters import pipeline, source_graph
 from mlx_transmuter.converters.errors import ConvertError
 from mlx_transmuter.converters.pipeline import convert
 from mlx_transmuter.converters.proof import proof, rewrite_search
@@ -128,8 +128,8 @@ STAGES = {
     "loading the weights": (weights, "load"),
     "running the graph": (proof, "reference_logits"),
     "running the module": (proof, "decoder_logits"),
-    "saving the program": (staging, "save_program"),
-    "loading all again": (staging, "load_module"),
+    "saving the program": (pipeline, "save_program"),
+    "loading all again": (pipeline, "load_module"),
     "writing the card": (pipeline, "render_model_card"),
     "giving the folder its name": (Path, "rename"),
 }
