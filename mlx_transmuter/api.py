@@ -46,7 +46,10 @@ def convert(
     `source`: a repository id of the Hugging Face hub, a folder with ONNX files at its root or under onnx/, or one ONNX
     file. `file` names one ONNX file inside it; `dtype` picks one by its suffix as transformers.js does: fp32 (none),
     fp16, q8 (_quantized), int8, uint8, q4, q4f16, bnb4. With neither, the most precise one there is, said in one line.
-    `revision`: a branch, tag or commit; one that was downloaded before is used as it is, without asking the hub.
+    `revision`: a branch, tag or commit; one that was downloaded before is used as it is, without asking the hub. What
+    another tool downloaded is, too, where `revision` is a commit's full name and all files are there; of a branch the
+    hub is asked once which files it has, and one that doesn't answer within 3 s leaves what is in the hub cache.
+    HF_HUB_OFFLINE=1 never asks.
 
     `dtype` may also be a float type that the graph is converted to, as mlx_lm's is: float16, bfloat16 or float32. The
     file is then chosen as without it. What must be float32 in a half type stays, such as angles of a rotation.
@@ -68,7 +71,7 @@ def convert(
     if quantize is not None:
         options = replace(options, quantize=Quantization.of(quantize))
     out = Path(out).expanduser()
-    resolved_source, file = find_source(source, file, revision)
+    resolved_source, file = find_source(source, file, revision, dtype)
     if PROGRAM_FILE in resolved_source.file_names:
         raise SourceError(source, "already converted", "ONNX files", "load it as it is")
     if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or (out / PROGRAM_FILE).is_file())):
@@ -90,15 +93,15 @@ def load(
     MLX_TRANSMUTER_CACHE names, else ~/.cache/mlx_transmuter. It is converted again when the source changes.
     Removing the folder, or one in it, clears it. Raises SourceError, ConvertError, ProgramError and TokenizerError.
     """
-    resolved_source, file = find_source(source, file, revision)
+    file_dtype, options = _precision_of_dtype(dtype)
+    resolved_source, file = find_source(source, file, revision, file_dtype)
     if PROGRAM_FILE in resolved_source.file_names:
         if file or dtype:
             raise SourceError(source, "already converted", "neither file nor dtype", "convert the one you want")
         return load_folder(
             fetch_files(resolved_source, [name for name in resolved_source.file_names if is_converted_file(name)])
         )
-    dtype, options = _precision_of_dtype(dtype)
-    name = choose_decoder_file(resolved_source, file, dtype)
+    name = choose_decoder_file(resolved_source, file, file_dtype)
     folder = _cached_conversion(resolved_source, name, options)
     if not (folder / PROGRAM_FILE).is_file():
         fetched = fetch_model_files(resolved_source, name)

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: the files of a repository, from its cache or by one question, and their download."""
+"""The Hugging Face hub: the files of a repository, from its cache or by one request, and their download."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from pathlib import Path, PurePosixPath
 from mlx_transmuter import user_cache
 from mlx_transmuter.errors import TransmuterError, abbreviate
 from mlx_transmuter.folder_format import stays_inside
+from mlx_transmuter.notices import print_notice
+
+# How long a hub may take to answer where its cache will do as well; HF_HUB_ETAG_TIMEOUT may shorten it.
+SECONDS_FOR_A_CACHED_REPOSITORY = 3
 
 
 class SourceError(TransmuterError):
@@ -23,7 +27,8 @@ class SourceError(TransmuterError):
 class Repository:
     """A revision of a repository: the commit that it stands for, and the names of all its files (paths with /).
 
-    folder: where those that were downloaded lie; None where none was.
+    folder: where those that were downloaded lie; None where none was. is_listed: whether the names are those of all
+    files, as the hub said once, and not only of those in the folder.
     """
 
     repo: str
@@ -31,35 +36,57 @@ class Repository:
     commit: str
     file_names: tuple[str, ...]
     folder: Path | None
+    is_listed: bool = True
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the revision is a commit's full name, which always stands for the same files."""
+        return self.revision == self.commit
 
 
-def find_repository(repo: str, revision: str) -> Repository:
-    """The repository at that revision: from what was downloaded before, else by one question to the hub.
+def find_downloaded(repo: str, revision: str) -> Repository | None:
+    """The repository as it was downloaded before, without asking the hub; None where it was not.
 
-    Raises SourceError for one that is not there, or a hub that cannot be reached.
+    Raises SourceError for a name that no repository has.
+    """
+    folder = find_snapshot(repo, revision)
+    if folder is None:
+        return None
+    names = user_cache.read_listing(user_cache.listing_file(repo, folder.name))
+    if names is not None:
+        return Repository(repo, revision, folder.name, names, folder)
+    in_folder = tuple(entry.relative_to(folder).as_posix() for entry in folder.rglob("*") if entry.is_file())
+    return Repository(repo, revision, folder.name, in_folder, folder, is_listed=False)
+
+
+def ask_hub(repo: str, revision: str, downloaded: Repository | None) -> Repository:
+    """The repository as the hub has it, by one request; `downloaded`, with a notice, where the hub does not answer.
+
+    Raises SourceError for a repository that is not there, or a hub that cannot be reached and no download.
     """
     import huggingface_hub
     from huggingface_hub import constants, errors
 
-    here = find_snapshot(repo, revision)
-    listing = None if here is None else user_cache.read_listing(user_cache.listing_file(repo, here.name))
-    if here is not None and listing is not None:
-        return Repository(repo, revision, here.name, listing, here)
+    timeout = constants.HF_HUB_ETAG_TIMEOUT
+    if downloaded is not None:
+        timeout = min(timeout, SECONDS_FOR_A_CACHED_REPOSITORY)
     try:
         if constants.HF_HUB_OFFLINE:
             raise errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
-        info = huggingface_hub.HfApi().model_info(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        info = huggingface_hub.HfApi().model_info(repo, revision=revision, timeout=timeout)
     except Exception as error:
-        unreachable = not isinstance(error, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError))
-        if here is None or not unreachable:
+        is_absent = isinstance(error, (errors.RepositoryNotFoundError, errors.RevisionNotFoundError))
+        if downloaded is None or is_absent:
             raise describe_failure(repo, revision, error) from error
-        names = tuple(str(PurePosixPath(entry.relative_to(here))) for entry in here.rglob("*") if entry.is_file())
-        return Repository(repo, revision, here.name, names, here)
+        if not constants.HF_HUB_OFFLINE:
+            reason = f"the hub at {constants.ENDPOINT} gave {type(error).__name__}"
+            print_notice(f"{reason}; taking {repo} as it is in the hub cache (HF_HUB_OFFLINE=1 does not ask)")
+        return downloaded
     names = tuple(entry.rfilename for entry in info.siblings or () if stays_inside(entry.rfilename))
     commit = info.sha or ""
     if not re.fullmatch(r"[0-9a-f]{40}", commit):
         raise SourceError(repo, f"commit {commit!r}", "40 hexadecimal digits")
-    with contextlib.suppress(OSError):  # the listing only saves a question
+    with contextlib.suppress(OSError):  # the listing only saves a request
         user_cache.write_listing(user_cache.listing_file(repo, commit), names)
     return Repository(repo, revision, commit, names, None)
 

@@ -12,7 +12,14 @@ from pathlib import Path, PurePosixPath
 
 from mlx_transmuter import hub
 from mlx_transmuter.errors import abbreviate, did_you_mean
-from mlx_transmuter.folder_format import COMPANION_FILES, check_link, is_companion_file, stays_inside
+from mlx_transmuter.folder_format import (
+    COMPANION_FILES,
+    PROGRAM_FILE,
+    WEIGHTS_FILE,
+    check_link,
+    is_companion_file,
+    stays_inside,
+)
 from mlx_transmuter.hub import Repository, SourceError
 from mlx_transmuter.notices import print_notice
 from mlx_transmuter.precision_options import FLOAT_DTYPES
@@ -57,8 +64,14 @@ class Source:
         return self.repository.repo if self.repository else None
 
 
-def find_source(source: str | Path, file: str | None, revision: str | None) -> tuple[Source, str | None]:
-    """The source by its name, and the file where the source itself names one."""
+def find_source(
+    source: str | Path, file: str | None, revision: str | None, dtype: str | None = None
+) -> tuple[Source, str | None]:
+    """The source by its name, and the file where the source itself names one.
+
+    A repository that was downloaded before is taken as it is in the hub cache, where its listing is known, or where
+    the revision is a commit whose files for `file` and `dtype` are all there. Otherwise the hub is asked.
+    """
     path = Path(source).expanduser()
     if path.is_file():
         if path.suffix != ".onnx" or file:
@@ -73,8 +86,30 @@ def find_source(source: str | Path, file: str | None, revision: str | None) -> t
         raise SourceError(source, "no such folder", "a folder with ONNX files, or a repository id")
     if revision is not None and not stays_inside(revision):
         raise SourceError(source, f"revision {revision!r}", "a branch, tag or commit")
-    repository = hub.find_repository(text, revision or "main")
-    return Source(text, repository.file_names, repository.folder, repository), file
+    repository = hub.find_downloaded(text, revision or "main")
+    if repository is None or not (repository.is_listed or (repository.is_fixed and _has_files(repository, file, dtype))):
+        repository = hub.ask_hub(text, revision or "main", repository)
+    return _source_of_repository(repository), file
+
+
+def _source_of_repository(repository: Repository) -> Source:
+    return Source(repository.repo, repository.file_names, repository.folder, repository)
+
+
+def _has_files(repository: Repository, file: str | None, dtype: str | None) -> bool:
+    """Whether a model can be made of what was downloaded, and of nothing else, whatever more the repository has."""
+    names, folder = repository.file_names, repository.folder
+    if folder is None or not {"config.json", "tokenizer.json"} <= {PurePosixPath(name).name for name in names}:
+        return False
+    if PROGRAM_FILE in names:
+        return WEIGHTS_FILE in names
+    if file is None and dtype is None:
+        dtype = FILE_DTYPES[0]  # of a file that is less precise, a better one may be on the hub
+    try:
+        name = choose_decoder_file(_source_of_repository(repository), file, dtype, progress=False)
+    except SourceError:
+        return False
+    return _external_locations(folder, name) <= set(names)
 
 
 def list_local_files(folder: Path, file: str | None) -> tuple[str, ...]:
@@ -183,16 +218,21 @@ def companion_files(source: Source, name: str) -> list[str]:
 
 
 def external_data_files(source: Source, folder: Path, name: str) -> list[str]:
-    """The external data files that the ONNX file names and the source has.
-
-    An entry of TensorProto.external_data is written as the key `location` (field 1) and the path (field 2). Without the
-    onnx package it is found by these bytes; a wrong hit names no file of the source.
-    """
-    beside = PurePosixPath(name).parent
+    """The external data files that the ONNX file names and the source has."""
     names = {name for name in source.file_names if not name.endswith((".onnx", ".md", *UNUSED_SUFFIXES))}
     names -= COMPANION_FILES
-    if not names or (folder / name).stat().st_size == 0:
-        return []
+    return sorted(_external_locations(folder, name) & names) if names else []
+
+
+def _external_locations(folder: Path, name: str) -> set[str]:
+    """The names of external data in an ONNX file.
+
+    An entry of TensorProto.external_data is written as the key `location` (field 1) and the path (field 2). Without the
+    onnx package it is found by these bytes; a wrong hit names no file of a source.
+    """
+    beside = PurePosixPath(name).parent
+    if (folder / name).stat().st_size == 0:
+        return set()
     found = set()
     with open(folder / name, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         for hit in re.finditer(rb"\x0a\x08location\x12([\x80-\xff]*[\x00-\x7f])", data):
@@ -200,7 +240,7 @@ def external_data_files(source: Source, folder: Path, name: str) -> list[str]:
             if size < 4096:
                 path = bytes(data[hit.end() : hit.end() + size]).decode(errors="replace")
                 found.add(str(beside / path))
-    return sorted(found & names)
+    return found
 
 
 def fetch_files(source: Source, names: Sequence[str], progress: bool = True) -> Path:

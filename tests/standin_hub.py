@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -120,3 +121,30 @@ def standin_hub() -> Iterator[StandinHub]:
         with contextlib.suppress(OSError):
             hub.stop()
         thread.join()
+
+
+@contextlib.contextmanager
+def broken_hub(*, resets: bool) -> Iterator[tuple[str, list[bytes]]]:
+    """The url of a hub that accepts connections and never answers, or resets them, and the request of each."""
+    requests: list[bytes] = []
+    connections: list[socket.socket] = []
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                connections.append(connection)
+                requests.append(connection.recv(200).split(b"\r\n")[0])
+                if resets:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                    connection.close()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", requests
+    finally:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+        for connection in connections:
+            connection.close()

@@ -2,13 +2,14 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from standin_hub import standin_hub
+from standin_hub import broken_hub, standin_hub
 
-from mlx_transmuter import api
+from mlx_transmuter import api, hub
 from mlx_transmuter.folder_format import FolderError, leaves_folder
 from mlx_transmuter.hub import SourceError
 from mlx_transmuter.sources import Source, choose_decoder_file, fetch_model_files
@@ -411,3 +412,88 @@ def test_offline_a_snapshot_of_another_tool_will_do(tmp_path, remote, monkeypatc
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     api.load("user/name")
     assert [file for _, file in conversions] == ["onnx/model_q4.onnx"]
+
+
+# What another tool downloaded, so that no listing of the repository is known.
+
+
+@pytest.fixture
+def snapshot(tmp_path, monkeypatch, cache):
+    """The snapshot of a commit that is main, as other tools leave it, whole but for what a test takes away."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)  # a request of its own, once a day
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    files = {"onnx/model.onnx": external("w.data"), "onnx/w.data": b"w", **CONFIG}
+    place = tmp_path / "hub/models--user--name"
+    folder(place, {"refs/main": COMMIT.encode()})
+    return folder(place / "snapshots" / COMMIT, files)
+
+
+COMMIT = "c0ffee" * 6 + "beef"
+
+
+@pytest.mark.parametrize(
+    ("wish", "taken", "requests"),
+    [
+        ({}, [], 0),
+        ({"dtype": "bfloat16"}, [], 0),
+        ({"file": "onnx/model.onnx"}, [], 0),
+        ({"dtype": "q4"}, [], 1),
+        ({}, ["onnx/w.data"], 1),
+        ({}, ["tokenizer.json"], 1),
+        ({}, ["onnx/model.onnx"], 1),
+    ],
+)
+def test_a_commit_whose_files_are_all_here_needs_no_connection(
+    snapshot, monkeypatch, conversions, capsys, wish, taken, requests
+):
+    from huggingface_hub import constants
+
+    for name in taken:
+        (snapshot / name).unlink()
+    with broken_hub(resets=True) as (url, received):
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        for _ in range(2):
+            received.clear()
+            try:
+                api.load("user/name", revision=COMMIT, **wish)
+            except SourceError as error:
+                assert wish or taken, error
+            assert len(received) == requests
+    assert (f"the hub at {url} gave" in capsys.readouterr().err) == bool(requests)
+    assert len(conversions) == ("dtype" not in wish or wish["dtype"] != "q4") * ("onnx/model.onnx" not in taken)
+
+
+@pytest.mark.parametrize("resets", [True, False])
+def test_a_hub_that_does_not_answer_costs_a_branch_one_short_request(
+    snapshot, monkeypatch, conversions, capsys, resets
+):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(hub, "SECONDS_FOR_A_CACHED_REPOSITORY", 0.4)
+    with broken_hub(resets=resets) as (url, received):
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        start = time.monotonic()
+        first = api.load("user/name")
+        assert time.monotonic() - start < 5  # of the client's 10 seconds for a repository that is not here
+        assert received == [b"GET /api/models/user/name/revision/main HTTP/1.1"]
+        assert f"the hub at {url} gave" in capsys.readouterr().err
+        assert api.load("user/name") == first
+        assert len(received) == 2
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert api.load("user/name") == first
+        assert len(received) == 2
+    assert len(conversions) == 1
+
+
+def test_a_branch_is_asked_once_for_its_listing(snapshot, remote, tmp_path, conversions):
+    moved = remote.add("user/name", folder(tmp_path / "repo", {"onnx/model.onnx": b"newer", **CONFIG}))
+    loaded: Any = api.load("user/name")
+    assert json.loads((loaded / "program.json").read_text())[1] == "newer"
+    asked = len(remote.asked)
+    assert api.load("user/name") == loaded
+    assert api.load("user/name", revision=moved.commit) == loaded
+    assert len(remote.asked) == asked
