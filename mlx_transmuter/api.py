@@ -17,6 +17,7 @@ from mlx_transmuter.folder_format import PROGRAM_FILE, is_converted_file
 from mlx_transmuter.hub import SourceError
 from mlx_transmuter.model import Model, load_folder
 from mlx_transmuter.notices import print_notice
+from mlx_transmuter.path_arguments import as_path
 from mlx_transmuter.precision_options import FLOAT_DTYPES, PrecisionOptions, Quantization
 from mlx_transmuter.program import PROGRAM_VERSION
 from mlx_transmuter.sources import (
@@ -70,7 +71,7 @@ def convert(
     options = replace(options, float_activations=float_activations)
     if quantize is not None:
         options = replace(options, quantize=Quantization.of(quantize))
-    out = Path(out).expanduser()
+    out = as_path(out, "out", SourceError, "the folder to write")
     resolved_source, file = find_source(source, file, revision, dtype)
     if PROGRAM_FILE in resolved_source.file_names:
         raise SourceError(source, "already converted", "ONNX files", "load it as it is")
@@ -120,7 +121,7 @@ def load(
 
 def _precision_of_dtype(dtype: str | None) -> tuple[str | None, PrecisionOptions]:
     """What a `dtype` says of the choice of a file, and what it says of the conversion."""
-    return (None, PrecisionOptions(dtype=dtype)) if dtype in FLOAT_DTYPES else (dtype, PrecisionOptions())
+    return (None, PrecisionOptions(dtype=dtype)) if isinstance(dtype, str) and dtype in FLOAT_DTYPES else (dtype, PrecisionOptions())
 
 
 def _cached_conversion(source: Source, name: str, precision: PrecisionOptions) -> Path:

@@ -53,26 +53,27 @@ class Quantization:
         What the mapping leaves out is 4 bits in groups of 64, as in mlx_lm. Raises PrecisionError for anything else.
         """
         options: dict[str, Any] = {}
-        if not isinstance(spec, str):
-            options |= spec if isinstance(spec, Mapping) else {}
-        elif spec in QUANTIZATION_RECIPES:
+        if isinstance(spec, Mapping):
+            options |= spec
+        elif isinstance(spec, str) and spec in QUANTIZATION_RECIPES:
             options["recipe"] = spec
         else:
             _check_known("quantize", spec, QUANTIZATION_NAMES)
             options["bits"] = int(spec.removesuffix("bit"))
         for key in options:
             _check_known("the key", key, ("bits", "group_size", "recipe"))
-        bits, recipe, group_size = options.get("bits"), options.get("recipe"), options.get("group_size") or 64
+        bits, recipe, group_size = options.get("bits"), options.get("recipe"), options.get("group_size")
         if recipe is None:
-            low = high = bits or 4
+            low = high = 4 if bits is None else bits
         else:
             _check_known("recipe", recipe, tuple(QUANTIZATION_RECIPES))
-            if bits:
+            if bits is not None:
                 raise PrecisionError(
                     f"{bits} bits and the recipe {recipe}", "one of the two: a recipe names its own bits"
                 )
             low, high = QUANTIZATION_RECIPES[recipe]
         _check_number("bits", low, QUANTIZATION_BITS)
+        group_size = 64 if group_size is None else group_size
         _check_number("group_size", group_size, QUANTIZATION_GROUP_SIZES)
         return Quantization(low, group_size, high, recipe)
 

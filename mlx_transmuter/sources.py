@@ -22,6 +22,7 @@ from mlx_transmuter.folder_format import (
 )
 from mlx_transmuter.hub import Repository, SourceError
 from mlx_transmuter.notices import print_notice
+from mlx_transmuter.path_arguments import as_name, as_path
 from mlx_transmuter.precision_options import FLOAT_DTYPES
 
 # The suffixes of transformers.js, most precise first and, among equals, in the order of its own table. The first of
@@ -70,9 +71,13 @@ def find_source(
     """The source by its name, and the file where the source itself names one.
 
     A repository that was downloaded before is taken as it is in the hub cache, where its listing is known, or where
-    the revision is a commit whose files for `file` and `dtype` are all there. Otherwise the hub is asked.
+    the revision is a commit whose files for `file` and `dtype` are all there. Otherwise the hub is asked. Raises SourceError for arguments that are no names, and for a
+    source that is not there.
     """
-    path = Path(source).expanduser()
+    for label, name in (("file", file), ("revision", revision), ("dtype", dtype)):
+        if name is not None:
+            as_name(name, label, SourceError)
+    path = as_path(source, "source", SourceError, "a folder, an ONNX file, or a repository id")
     if path.is_file():
         if path.suffix != ".onnx" or file:
             raise SourceError(source, "a file", "an ONNX file, a folder or a repository")

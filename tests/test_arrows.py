@@ -19,23 +19,25 @@ ARROWS: dict[str, set[str]] = {
     "git_lfs": set(),
     "folder_format": {"git_lfs"},
     "precision_options": set(),
+    "path_arguments": set(),
     "user_cache": {"folder_format"},
-    "tokenizer": {"git_lfs"},
+    "tokenizer": {"git_lfs", "path_arguments"},
     "cache": set(),
     "program": {"git_lfs", "folder_format"},
     "ops": {"program", "cache"},
     "runtime": {"program", "cache", "ops"},
     "model": {"program", "folder_format", "runtime", "tokenizer"},
-    "generation": {"program", "cache", "ops", "runtime", "model"},
+    "generation": {"program", "cache", "ops", "runtime", "model", "path_arguments"},
     "tasks": {"program", "tokenizer", "model", "generation"},
     "converters": {
         *("program", "git_lfs", "folder_format", "precision_options", "notices", "cache", "tokenizer", "ops", "runtime"),
         "model",
     },
-    "hub": {"folder_format", "user_cache"},
-    "sources": {"folder_format", "notices", "precision_options", "hub"},
+    "hub": {"folder_format", "notices", "user_cache"},
+    "sources": {"folder_format", "notices", "path_arguments", "precision_options", "hub"},
     "api": {
-        "program", "folder_format", "notices", "precision_options", "user_cache", "model", "hub", "sources", "converters"
+        *("program", "folder_format", "notices", "path_arguments", "precision_options", "user_cache", "model", "hub"),
+        *("sources", "converters"),
     },
     "cli": {
         "program", "notices", "precision_options", "tokenizer", "model", "generation", "tasks", "hub", "sources", "api"

@@ -25,6 +25,7 @@ from mlx_transmuter.cache import CacheError, KVCache, check_quantization
 from mlx_transmuter.cache.layout import slots_of_blocks
 from mlx_transmuter.generation.errors import GenerationError
 from mlx_transmuter.generation.setting_checks import is_integer
+from mlx_transmuter.path_arguments import as_path
 from mlx_transmuter.program import program_to_json
 from mlx_transmuter.program.signature import DecoderSignature
 from mlx_transmuter.runtime.module import ProgramModule
@@ -59,7 +60,7 @@ def save_prompt_cache(
     kv_group_size: int = 64,
 ) -> None:
     """Writes the stored blocks of kv_cache, first beside the path and then in its place."""
-    path = Path(path)
+    path = as_path(path, "path", GenerationError, "the name of a file to write")
     if path.is_dir():
         raise GenerationError(str(path), "a folder", "the name of a file to write")
     stored = kv_cache.block_manager.stored_blocks()
@@ -92,7 +93,7 @@ def save_prompt_cache(
 
 def read_header(path: str | os.PathLike[str]) -> PromptCacheHeader:
     """Returns the header of a file. Raises GenerationError for one that is no prompt cache, or not whole."""
-    path = Path(path)
+    path = as_path(path, "path", GenerationError, "a prompt cache's file")
     try:
         header, data_size = _read_json_header(path)
         metadata = header.pop("__metadata__")

@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from mlx_transmuter.errors import shorten
+from mlx_transmuter.path_arguments import as_path
 from mlx_transmuter.tokenizer.chat_template import ChatTemplates, read_templates
 from mlx_transmuter.tokenizer.components import normalizer_growth, set_byte_level_decoder
 from mlx_transmuter.tokenizer.detokenizer_stream import DetokenizerStream
@@ -72,7 +73,7 @@ class Tokenizer:
         genai_config.json, chat_template.jinja, chat_template.json and additional_chat_templates/*.jinja. Raises
         TokenizerError for a file that is too large, malformed, or not what its name says.
         """
-        folder = Path(folder)
+        folder = as_path(folder, "folder", TokenizerError, "a folder")
         file = folder / "tokenizer.json"
         if not file.is_file():
             return None
