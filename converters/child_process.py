@@ -50,6 +50,7 @@ def convert(
     progress: bool = True,
     base_model: str | None = None,
     precision: PrecisionOptions = PrecisionOptions(),  # noqa: B008 it is frozen
+    replace_converted: bool = True,
 ) -> Path:
     """Converts as `pipeline.convert` does, in a process of its own, which has three quarters of the machine's memory.
 
@@ -59,10 +60,18 @@ def convert(
     if not _can_start_python():
         from mlx_transmuter.converters import pipeline
 
-        return pipeline.convert(source, file, out, progress=progress, base_model=base_model, precision=precision)
+        return pipeline.convert(
+            source,
+            file,
+            out,
+            progress=progress,
+            base_model=base_model,
+            precision=precision,
+            replace_converted=replace_converted,
+        )
     source, out = Path(source), Path(out)
     path = source / file
-    with convert_errors(path, out), stage_folder(out, path) as folder:
+    with convert_errors(path, out), stage_folder(out, path, replace_converted=replace_converted) as folder:
         request = {
             "sys_path": _absolute_path(),
             "source": str(source.absolute()),
@@ -138,10 +147,11 @@ def run_child(request: dict[str, Any], path: Path, stall_seconds: float = STALL_
 def start_child() -> Iterator[subprocess.Popen[bytes]]:
     """Gives a new child that waits for its request on stdin; it is gone when the block ends, however it ends.
 
-    Ctrl-C goes to this process alone, which then ends the child: the child begins with the signal blocked.
+    Ctrl-C, a closed terminal and a request to end go to this process alone, which then ends the child: the child begins
+    with these signals blocked.
     """
     options = ["-I", "-X", f"utf8={sys.flags.utf8_mode}", *(["-B"] if sys.dont_write_bytecode else [])]
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP, signal.SIGTERM})
     try:
         child = subprocess.Popen(
             [sys.executable, *options, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0

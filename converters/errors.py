@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from mlx_transmuter import ops
 from mlx_transmuter.converters.stages import current_stage
 from mlx_transmuter.errors import TransmuterError
 from mlx_transmuter.folder_format import FolderError
+from mlx_transmuter.partial_folder import describe_write_error, is_in_partial_folder
 from mlx_transmuter.program import ProgramError
 from mlx_transmuter.program.signature import SignatureError
 
@@ -35,16 +35,16 @@ def convert_errors(path: Path, out: Path) -> Iterator[None]:
     except TransmuterError:
         raise
     except OSError as problem:
-        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ConvertError(
-                out, "a full disk", "room for the converted model", "free some and convert again"
-            ) from None
-        found = f"{problem.strerror or problem} ({problem.filename or path})"
+        found, do = describe_write_error(problem)
+        if found:
+            raise ConvertError(out, found, "room for the converted model", do) from None
+        file = problem.filename or path
+        found = f"{problem.strerror or problem} ({out if is_in_partial_folder(file) else file})"
         raise ConvertError(out, found, "files that can be read and a folder that can be written") from problem
     except Exception as problem:
         found = f"{type(problem).__name__}: {problem} ({current_stage()})"
-        if type(problem) in (MemoryError, RuntimeError):  # a RuntimeError is what MLX raises without memory or disk
-            raise ConvertError(out, found, "memory and a disk for the model") from problem
+        if type(problem) in (MemoryError, RuntimeError):  # a RuntimeError is what MLX raises without memory
+            raise ConvertError(out, found, "memory for the model") from problem
         raise ConvertError(
             path,
             found,

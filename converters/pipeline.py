@@ -58,6 +58,7 @@ def convert(
     progress: bool = True,
     base_model: str | None = None,
     precision: PrecisionOptions = PrecisionOptions(),  # noqa: B008 it is frozen
+    replace_converted: bool = True,
 ) -> Path:
     """Converts the ONNX decoder `file` of the folder `source` into the folder `out`, and returns `out`.
 
@@ -65,6 +66,7 @@ def convert(
     been proved against the graph, everything lies in a temporary folder beside `out`; whatever ends a conversion, an
     error or Ctrl-C, leaves `out` as it was. progress: whether to show progress on stderr. base_model: the repository
     that the source is, for the card. precision: what the conversion changes about the graph's numbers.
+    replace_converted: whether it replaces a converted folder that another process put there meanwhile.
 
     All of it runs in this process; `child_process.convert` does the same in one of its own, whose end harms nobody.
     Raises ConvertError for a file that cannot be converted, for a module that disagrees with the graph, for a full
@@ -72,7 +74,7 @@ def convert(
     """
     source, out = Path(source), Path(out)
     path = source / file
-    with convert_errors(path, out), stage_folder(out, path) as folder:
+    with convert_errors(path, out), stage_folder(out, path, replace_converted=replace_converted) as folder:
         fill_folder(folder, source, path, progress=progress, base_model=base_model, precision=precision)
     return out
 

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from mlx_transmuter.converters.errors import ConvertError
 from mlx_transmuter.folder_format import PROGRAM_FILE
+from mlx_transmuter.partial_folder import partial_folder
 from mlx_transmuter.program import PROGRAM_FORMAT
-
-_STALE_SECONDS = 24 * 3600
 
 
 @contextmanager
-def stage_folder(out: Path, onnx_file: Path) -> Iterator[Path]:
+def stage_folder(out: Path, onnx_file: Path, *, replace_converted: bool = True) -> Iterator[Path]:
     """Gives an empty folder beside `out`, which it replaces when the block ends; an error there leaves `out` as it was.
 
-    Raises ConvertError for a target that a conversion of `onnx_file` must not replace.
+    Without `replace_converted`, a converted folder that another process put there meanwhile stays in its place. Raises
+    ConvertError for a target that a conversion of `onnx_file` must not replace.
     """
     check_output_folder(out, onnx_file)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    remove_stale_folders(out)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".partial", dir=out.parent) as temporary:
-        folder = Path(temporary) / "model"
+    with partial_folder(out) as temporary:
+        folder = temporary / "model"
         folder.mkdir()
         yield folder
-        move_into_place(folder, out, Path(temporary) / "old")
+        if replace_converted:
+            move_into_place(folder, out, temporary / "old")
+        else:
+            move_unless_converted(folder, out)
 
 
 def check_output_folder(out: Path, onnx_file: Path) -> None:
@@ -58,11 +56,13 @@ def is_converted_folder(folder: Path) -> bool:
         return f'"{PROGRAM_FORMAT}"'.encode() in file.read(256)
 
 
-def remove_stale_folders(out: Path) -> None:
-    """Removes the temporary folders of conversions to `out` that were killed more than a day ago."""
-    for folder in out.parent.glob(f".{out.name}.*.partial"):
-        if time.time() - folder.stat().st_mtime > _STALE_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
+def move_unless_converted(folder: Path, out: Path) -> None:
+    """Renames the complete folder to `out`, unless a converted folder is there."""
+    try:
+        folder.rename(out)
+    except OSError:
+        if not is_converted_folder(out):
+            raise
 
 
 def move_into_place(folder: Path, out: Path, backup: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +16,7 @@ from mlx_transmuter.folder_format import PROGRAM_FILE, is_converted_file
 from mlx_transmuter.hub import SourceError
 from mlx_transmuter.model import Model, load_folder
 from mlx_transmuter.notices import print_notice
+from mlx_transmuter.partial_folder import remove_stale_folders
 from mlx_transmuter.path_arguments import as_path
 from mlx_transmuter.precision_options import FLOAT_DTYPES, PrecisionOptions, Quantization
 from mlx_transmuter.program import PROGRAM_VERSION
@@ -105,23 +105,22 @@ def load(
     name = choose_decoder_file(resolved_source, file, file_dtype)
     folder = _cached_conversion(resolved_source, name, options)
     if not (folder / PROGRAM_FILE).is_file():
+        remove_stale_folders(folder.parent)
         fetched = fetch_model_files(resolved_source, name)
-        with user_cache.partial_folder(folder) as temporary:
-            converted = _import_converter()(
-                fetched, name, temporary / "model", base_model=resolved_source.repo, precision=options
-            )
-            try:
-                os.rename(converted, folder)
-            except OSError:  # another process may have been first: its folder holds the same
-                if not (folder / PROGRAM_FILE).is_file():
-                    raise
+        _import_converter()(
+            fetched, name, folder, base_model=resolved_source.repo, precision=options, replace_converted=False
+        )
         print_notice(f"converted {resolved_source.label} ({name}) once into {folder}; remove that folder to clear it")
     return load_folder(folder)
 
 
 def _precision_of_dtype(dtype: str | None) -> tuple[str | None, PrecisionOptions]:
     """What a `dtype` says of the choice of a file, and what it says of the conversion."""
-    return (None, PrecisionOptions(dtype=dtype)) if isinstance(dtype, str) and dtype in FLOAT_DTYPES else (dtype, PrecisionOptions())
+    return (
+        (None, PrecisionOptions(dtype=dtype))
+        if isinstance(dtype, str) and dtype in FLOAT_DTYPES
+        else (dtype, PrecisionOptions())
+    )
 
 
 def _cached_conversion(source: Source, name: str, precision: PrecisionOptions) -> Path:

@@ -8,7 +8,7 @@ import glob
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from mlx_transmuter import user_cache
 from mlx_transmuter.errors import TransmuterError, abbreviate

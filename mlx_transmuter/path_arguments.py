@@ -28,7 +28,11 @@ def as_path(value: object, where: str, error: Callable[..., TransmuterError], ex
         path = Path(value).expanduser()
         os.fsencode(path)
         path.exists()
-    except (OSError, RuntimeError, ValueError) as problem:  # too long, no permission; no such user; a NUL or half a surrogate
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as problem:  # too long, no permission; no such user; a NUL or half a surrogate
         found = f"{shorten(str(value))} ({getattr(problem, 'strerror', None) or problem})"
         raise error(where=where, found=found, expected=expected) from None
     return path

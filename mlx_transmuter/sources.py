@@ -71,8 +71,8 @@ def find_source(
     """The source by its name, and the file where the source itself names one.
 
     A repository that was downloaded before is taken as it is in the hub cache, where its listing is known, or where
-    the revision is a commit whose files for `file` and `dtype` are all there. Otherwise the hub is asked. Raises SourceError for arguments that are no names, and for a
-    source that is not there.
+    the revision is a commit whose files for `file` and `dtype` are all there. Otherwise the hub is asked. Raises
+    SourceError for arguments that are no names, and for a source that is not there.
     """
     for label, name in (("file", file), ("revision", revision), ("dtype", dtype)):
         if name is not None:
@@ -92,7 +92,9 @@ def find_source(
     if revision is not None and not stays_inside(revision):
         raise SourceError(source, f"revision {revision!r}", "a branch, tag or commit")
     repository = hub.find_downloaded(text, revision or "main")
-    if repository is None or not (repository.is_listed or (repository.is_fixed and _has_files(repository, file, dtype))):
+    if repository is None or not (
+        repository.is_listed or (repository.is_fixed and _has_files(repository, file, dtype))
+    ):
         repository = hub.ask_hub(text, revision or "main", repository)
     return _source_of_repository(repository), file
 

@@ -1,15 +1,14 @@
-"""The user's cache: where converted folders and listings of repositories lie, and how they get there whole."""
+"""The user's cache: where converted folders and listings of repositories lie."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from mlx_transmuter.folder_format import stays_inside
+from mlx_transmuter.partial_folder import partial_folder
 
 
 def cache_folder() -> Path:
@@ -37,11 +36,3 @@ def write_listing(file: Path, names: Iterable[str]) -> None:
     with partial_folder(file) as place:
         (place / "listing").write_text(json.dumps(sorted(names)), encoding="utf-8")
         os.replace(place / "listing", file)
-
-
-@contextlib.contextmanager
-def partial_folder(target: Path) -> Iterator[Path]:
-    """A folder beside the place where its content will go, so that a rename moves it; removed whatever happens."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name[:60]}.", suffix=".partial", dir=target.parent) as folder:
-        yield Path(folder)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_PIPE_CLOSED = 1, 130, 143, 141
+EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_PIPE_CLOSED = 1, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,10 +60,20 @@ def _run_command(argv: Sequence[str] | None) -> int:
     finally:
         if raises_interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))  # so that temporary folders go
+    _end_on_signals()
     code = run(args)
     sys.stdout.flush()
     return code
+
+
+def _end_on_signals() -> None:
+    """Lets a request to end, or a terminal that is closed, end the command as Ctrl-C does, so that partial folders go.
+
+    The exit code is the shell's for the signal: 143, 129. A signal that is ignored, as under nohup, stays so.
+    """
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is signal.SIG_DFL:
+            signal.signal(signum, lambda signum, _: sys.exit(128 + signum))
 
 
 def _prepare_streams() -> None:

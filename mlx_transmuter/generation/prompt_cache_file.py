@@ -10,6 +10,7 @@ bits and the group size.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -25,9 +26,11 @@ from mlx_transmuter.cache import CacheError, KVCache, check_quantization
 from mlx_transmuter.cache.layout import slots_of_blocks
 from mlx_transmuter.generation.errors import GenerationError
 from mlx_transmuter.generation.setting_checks import is_integer
+from mlx_transmuter.partial_folder import describe_write_error, partial_folder
 from mlx_transmuter.path_arguments import as_path
 from mlx_transmuter.program import program_to_json
 from mlx_transmuter.program.signature import DecoderSignature
+from mlx_transmuter.program.weights import write_safetensors
 from mlx_transmuter.runtime.module import ProgramModule
 
 FORMAT_NAME, FORMAT_VERSION = "mlx-transmuter prompt cache", "1"
@@ -59,7 +62,7 @@ def save_prompt_cache(
     kv_bits: int | None = None,
     kv_group_size: int = 64,
 ) -> None:
-    """Writes the stored blocks of kv_cache, first beside the path and then in its place."""
+    """Writes the stored blocks of kv_cache, first beside the path and then in its place. Raises GenerationError."""
     path = as_path(path, "path", GenerationError, "the name of a file to write")
     if path.is_dir():
         raise GenerationError(str(path), "a folder", "the name of a file to write")
@@ -81,14 +84,16 @@ def save_prompt_cache(
     }
     if kv_bits is not None:
         metadata |= {"kv_bits": str(kv_bits), "kv_group_size": str(kv_group_size)}
-    beside = path.with_name(f".{path.name}.{os.getpid()}.safetensors")
     try:
-        mx.save_safetensors(str(beside), arrays, metadata=metadata)
-        os.replace(beside, path)
-    except RuntimeError as error:  # MLX's, for a missing folder or a full disk
-        raise GenerationError(str(path), str(error), "a place to write to") from None
-    finally:
-        beside.unlink(missing_ok=True)
+        if not path.parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, f"no folder {path.parent}")
+        with partial_folder(path) as folder:
+            write_safetensors(folder / "cache.safetensors", arrays, metadata)
+            os.replace(folder / "cache.safetensors", path)
+    except (OSError, RuntimeError) as error:  # a RuntimeError is what MLX raises where it gets no memory
+        found, do = describe_write_error(error) if isinstance(error, OSError) else ("", "")
+        found = found or str(getattr(error, "strerror", None) or error)
+        raise GenerationError(str(path), found, "a place to write to", do) from None
 
 
 def read_header(path: str | os.PathLike[str]) -> PromptCacheHeader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -38,13 +39,28 @@ def save(
     file_of_weight = {}
     for file, shard in zip(names, shards, strict=True):
         arrays = {name: read() for name, _, read in shard}
-        mx.save_safetensors(str(folder / file), arrays, metadata={"format": "mlx"})
+        write_safetensors(folder / file, arrays, {"format": "mlx"})
         file_of_weight |= dict.fromkeys(arrays, file)
         del arrays  # before the next shard is read
     if len(shards) > 1:
         total = sum(size for shard in shards for _, size, _ in shard)
         index = {"metadata": {"total_size": total}, "weight_map": file_of_weight}
         (folder / WEIGHTS_INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def write_safetensors(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str]) -> None:
+    """Writes a file whose name ends with .safetensors.
+
+    Raises OSError with the system's reason, which MLX leaves out of its RuntimeError.
+    """
+    try:
+        mx.save_safetensors(str(path), arrays, metadata=metadata)
+    except RuntimeError as error:
+        if not str(error).startswith(("[write]", "[save_safetensors]")):
+            raise
+        with open(path, "ab") as file:
+            file.write(bytes(2**20))  # what MLX could not write, this cannot either
+        raise OSError(errno.EIO, str(error), str(path)) from error
 
 
 def load(folder: Path, program: Program) -> dict[str, mx.array]:

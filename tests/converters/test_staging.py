@@ -189,3 +189,19 @@ def test_a_full_disk_leaves_no_folder(source, out, limit):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(out.parent.iterdir())
+
+
+def test_of_two_conversions_for_the_cache_the_first_stays(source, out, monkeypatch):
+    """The second, which began before the first was done, leaves the folder that others may read by now."""
+    real = pipeline.render_model_card
+
+    def overtaken(*args):
+        monkeypatch.setattr(pipeline, "render_model_card", real)
+        convert(source, "model.onnx", out, progress=False, replace_converted=False)
+        (out / "of the first").touch()
+        return real(*args)
+
+    monkeypatch.setattr(pipeline, "render_model_card", overtaken)
+    convert(source, "model.onnx", out, progress=False, replace_converted=False)
+    assert (out / "of the first").is_file()
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
