@@ -85,12 +85,12 @@ def operations_of(label: str) -> list[str]:
     return re.findall(r"[A-Z][a-z0-9]*", label.replace("Broadcast", ""))
 
 
-@pytest.mark.parametrize(("name", "per_layer", "fixed"), [("llama", 12, 31), ("llama_q4", 15, 31)])
+@pytest.mark.parametrize(("name", "per_layer", "fixed"), [("llama", 10, 11), ("llama_q4", 13, 11)])
 def test_kernels_of_a_step(name, per_layer, fixed, loaded):
     step, _ = own_graphs(loaded(name))
     layer, besides = layer_kernels(step_kernels(step))
     assert layer <= per_layer
-    assert besides <= fixed
+    assert besides <= fixed, [kernel.name for kernel in step_kernels(step)]
     assert not [kernel for kernel in step_kernels(step) if kernel.is_copy]
 
 

@@ -274,15 +274,15 @@ def test_a_step_of_one_token_has_no_operations_to_spare(loaded):
     step = PooledStep(1, StepColumns(64), session.kv_cache.head_span, paged=False, has_positions=False).build(
         decoder.graph
     )
-    arrays = (mx.array([[5]]), mx.array([3]), mx.array([1]))
+    arrays = (mx.array([[5]]), mx.array([3]), mx.array([1]), mx.array([[3]]))
     actual = exported_parts(
-        lambda *arrays: step(PooledStepInputs(list(arrays[:-3]), *arrays[-3:], None, None, {}, None)),
+        lambda *arrays: step(PooledStepInputs(list(arrays[:-4]), *arrays[-4:], None, None, {}, None)),
         *session.pools.arrays,
         *arrays,
     )
     count = Counter(part["name"] for part in actual if part["type"] == "primitive")
     layers = 2
-    assert count["Matmul"] == 4 * layers + 2  # and the angles of the rotation
+    assert count["Matmul"] == 4 * layers + 1  # and the logits
     assert count["AddMM"] == 2 * layers
     assert count["Transpose"] <= layers + 1  # and one of the rotation's angles
     assert count["Unflatten"] == 0

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_transmuter.cache.arguments import check_integer
 from mlx_transmuter.cache.errors import CacheError
@@ -23,10 +24,11 @@ def index_for_heads(index: CacheIndex, num_heads: int, head_span: int) -> CacheI
         return index
 
     def repeat(array: mx.array) -> mx.array:
-        return mx.repeat(array, num_heads, axis=0)
+        rows, *inner = array.shape
+        return mx.broadcast_to(array[:, None], (rows, num_heads, *inner)).reshape(-1, *inner)  # a view of one row
 
     def heads_of(array: mx.array) -> mx.array:
-        return mx.arange(array.shape[0], dtype=mx.int32) % num_heads
+        return mx.array(np.arange(array.shape[0], dtype=np.int32) % num_heads)
 
     def head_slots(slots: mx.array) -> mx.array:
         """slots int32 [n, k] as rows of the pool, [n · num_heads, k]: by row, then by head."""
@@ -55,7 +57,7 @@ def index_for_key_value_pool(index: CacheIndex, value_offset: int) -> CacheIndex
         raise CacheError("CacheIndex.for_key_value_pool", repr(index), "an index without tables of entries")
 
     def twice(array: mx.array) -> mx.array:
-        return mx.concatenate([array, array])
+        return mx.broadcast_to(array[None], (2, *array.shape)).reshape(-1, *array.shape[1:])  # a view of one row
 
     def key_and_value_slots(slots: mx.array) -> mx.array:
         return _with_offset_copy(slots, value_offset)
@@ -79,5 +81,5 @@ def _with_offset_copy(numbers: mx.array, size: int) -> mx.array:
 
     A number outside the first axis becomes -1, so that none reaches into the second.
     """
-    inside = in_range(numbers, size)
-    return mx.concatenate([mx.where(inside, numbers, -1), mx.where(inside, numbers + size, -1)])
+    offsets = mx.array([0, size], mx.int32).reshape(2, *[1] * numbers.ndim)
+    return mx.where(in_range(numbers, size), numbers + offsets, -1).reshape(-1, *numbers.shape[1:])

@@ -96,10 +96,15 @@ def ring_position(column: Any, newest: Any, width: int) -> Any:
     return newest - (newest - column) % width
 
 
+def count_up(size: int) -> mx.array:
+    """0 to size - 1, int32 [size], as a constant: inside a step `mx.arange` would be a kernel of each step."""
+    return mx.array(np.arange(size, dtype=np.int32))
+
+
 def last_index(width: int) -> mx.array:
-    """width - 1, int32 [1], as a computed array: a Python number is a constant of the kernels that it is compiled into,
-    so that each width of a table would build kernels of its own."""
-    return mx.arange(width - 1, width, dtype=mx.int32)
+    """width - 1, int32 [1], as a view of a larger array: a single number is a constant of the kernels that it is
+    compiled into, so that each width of a table would build kernels of its own."""
+    return mx.array([width - 1, width - 1], mx.int32)[:1]
 
 
 def clip_columns(columns: mx.array, width: int) -> mx.array:
@@ -108,7 +113,7 @@ def clip_columns(columns: mx.array, width: int) -> mx.array:
 
 
 def is_column(columns: mx.array, width: int) -> mx.array:
-    """in_range(columns, width), with the width as a computed array; see last_index."""
+    """in_range(columns, width), with the width as an array; see last_index."""
     return (columns >= 0) & (columns <= last_index(width))
 
 

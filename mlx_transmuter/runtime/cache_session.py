@@ -90,6 +90,7 @@ class CacheSession(DecoderSession):
 
     def _pooled_step(self, tokens: mx.array, counts: np.ndarray, positions: mx.array | None) -> mx.array:
         seq, lengths = tokens.shape[1], mx.array(self.lengths)
+        token_positions = mx.array(_token_positions(self.lengths, counts, seq))
         columns = self._step_columns(int((self.lengths + counts).max()), seq)
         self._append_tokens(counts)
         slot_table, window_table = self._slot_tables(columns)
@@ -100,6 +101,7 @@ class CacheSession(DecoderSession):
                 tokens=tokens,
                 lengths=lengths,
                 counts=mx.array(counts),
+                token_positions=token_positions,
                 slot_table=slot_table,
                 window_table=window_table,
                 positions=positions,
@@ -127,7 +129,7 @@ class CacheSession(DecoderSession):
             )
         )
         self.states = outputs.states
-        written = np.where(is_token(counts, seq), row_positions(self.lengths, seq), -1).astype(np.int32)
+        written = _token_positions(self.lengths, counts, seq)
         self._append_tokens(counts)
         table = self.row_slots.table(self.lengths, context_bucket(int(self.lengths.max()), rows))
         self._pending_write = PoolWriteInputs([], outputs.new_vectors, mx.array(written), mx.array(table))
@@ -324,3 +326,8 @@ class CacheSession(DecoderSession):
         """Ends the session. Gives the pools' memory back, unless they outlive it."""
         self._pending_write, self.states = None, []
         self.row_slots.close()
+
+
+def _token_positions(lengths: np.ndarray, counts: np.ndarray, seq: int) -> np.ndarray:
+    """Returns the positions int32 [rows, seq] of counts[r] tokens after lengths[r] others; -1 for the padding."""
+    return np.where(is_token(counts, seq), row_positions(lengths, seq), -1).astype(np.int32)

@@ -3,37 +3,45 @@
 from collections.abc import Iterable
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_transmuter.ops.registry import OperatorError
 
 
-def rotate_pairs(x: mx.array, cos: mx.array, sin: mx.array, interleaved: bool = False) -> mx.array:
+def rotate_pairs(
+    x: mx.array, cos: mx.array, sin: mx.array, interleaved: bool = False, *, rotated_heads: int | None = None
+) -> mx.array:
     """Returns x [..., dim] with its first 2 · half channels rotated by the angles of cos and sin [..., half].
 
     Channel i pairs with i + half, or 2i with 2i + 1 where interleaved; channels past 2 · half stay as they are.
+    rotated_heads: of x [rows, heads, seq, dim] only so many heads are rotated; None for all.
     """
     half = cos.shape[-1]
-    rotated, rest = (x, None) if x.shape[-1] == 2 * half else (x[..., : 2 * half], x[..., 2 * half :])
-    if interleaved:
-        a, b = rotated[..., 0::2], rotated[..., 1::2]
-        y = mx.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(rotated.shape)
-    else:
-        a, b = rotated[..., :half], rotated[..., half:]
-        y = mx.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
-    return y if rest is None else mx.concatenate([y, rest], axis=-1)
+    if x.shape[-1] > 2 * half:
+        rotated = rotate_pairs(x[..., : 2 * half], cos, sin, interleaved, rotated_heads=rotated_heads)
+        return mx.concatenate([rotated, x[..., 2 * half :]], axis=-1)
+    # Views of x's pairs, and choices by constants, so that the rotation compiles into one kernel and copies nothing.
+    pair_axis = -1 if interleaved else -2
+    pairs = x.reshape(*x.shape[:-1], *((half, 2) if interleaved else (2, half)))
+    first, second = mx.split(pairs, 2, axis=pair_axis)
+    cos, sin = mx.expand_dims(cos, pair_axis), mx.expand_dims(sin, pair_axis)
+    is_second = mx.array([False, True] if interleaved else [[False], [True]])
+    rotated = mx.where(is_second, first * sin + second * cos, first * cos - second * sin)
+    if rotated_heads is not None and rotated_heads < x.shape[1]:
+        is_rotated = mx.array(np.arange(x.shape[1]) < rotated_heads).reshape(-1, 1, 1, 1)
+        rotated = mx.where(is_rotated, rotated, pairs)
+    return rotated.reshape(x.shape)
 
 
-def rotate_by_full_tables(x: mx.array, cos: mx.array, sin: mx.array, interleaved: bool = False) -> mx.array:
+def rotate_by_full_tables(
+    x: mx.array, cos: mx.array, sin: mx.array, interleaved: bool = False, *, rotated_heads: int | None = None
+) -> mx.array:
     """Returns x [..., dim] rotated by tables as wide as x, [..., dim], in which both channels of a pair have one angle.
 
-    Channels pair as in `rotate_pairs`.
+    Channels pair, and heads are rotated, as in `rotate_pairs`.
     """
-    if interleaved:
-        return rotate_pairs(x, cos[..., ::2], sin[..., ::2], interleaved=True)
-    # Written with x's halves swapped, the rotation compiles into one kernel.
-    first, second = mx.split(x, 2, axis=-1)
-    sin_first, sin_second = mx.split(sin, 2, axis=-1)
-    return x * cos + mx.concatenate([second, first], axis=-1) * mx.concatenate([-sin_first, sin_second], axis=-1)
+    channels = slice(0, None, 2) if interleaved else slice(0, x.shape[-1] // 2)
+    return rotate_pairs(x, cos[..., channels], sin[..., channels], interleaved, rotated_heads=rotated_heads)
 
 
 def gather_rotary_tables(

@@ -21,6 +21,8 @@ def _exact_matmul(a: mx.array, b: mx.array) -> mx.array:
 @op("MatMul-1")
 def matmul(a, b):
     """a [..., n, k] times b [..., k, m], as NumPy's matmul: [..., n, m]. ONNX MatMul-1, 9, 13."""
+    if min(a.ndim, b.ndim) > 1 and a.shape[-1] == 1 == b.shape[-2]:
+        return a * b  # such as positions by frequencies: exact where a product of matrices rounds its inputs (TF32)
     return _exact_matmul(a, b)
 
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter.cache import PoolSpec
+from mlx_transmuter.cache.layout import count_up
 from mlx_transmuter.program.signature import DecoderSignature
 from mlx_transmuter.runtime.errors import DecoderError
 from mlx_transmuter.runtime.module import ProgramModule
@@ -81,14 +82,12 @@ def gather_logits(logits: mx.array, logit_indices: mx.array) -> mx.array:
 
 def row_positions(lengths: Any, seq: int) -> Any:
     """Returns the positions int32 [rows, seq] of seq tokens after rows of lengths int32 [rows]; numpy or MLX alike."""
-    xp: Any = np if isinstance(lengths, np.ndarray) else mx
-    return lengths[:, None] + xp.arange(seq, dtype=xp.int32)
+    return lengths[:, None] + (np.arange(seq, dtype=np.int32) if isinstance(lengths, np.ndarray) else count_up(seq))
 
 
 def is_token(counts: Any, seq: int) -> Any:
     """Returns bool [rows, seq]: the first counts[r] of row r are tokens, the rest is padding; numpy or MLX alike."""
-    xp: Any = np if isinstance(counts, np.ndarray) else mx
-    return xp.arange(seq, dtype=xp.int32) < counts[:, None]
+    return (np.arange(seq, dtype=np.int32) if isinstance(counts, np.ndarray) else count_up(seq)) < counts[:, None]
 
 
 def last_token_indices(counts: mx.array) -> mx.array:

@@ -14,7 +14,6 @@ from mlx_transmuter.runtime.steps.graph import (
     DecoderGraph,
     check_logits,
     gather_logits,
-    is_token,
     last_token_indices,
     row_positions,
     updated_states,
@@ -24,17 +23,18 @@ from mlx_transmuter.runtime.steps.graph import (
 class PooledStepInputs(NamedTuple):
     """pools: taken from their owner, one a cache pair. tokens: int32 [rows, seq], or embeddings [rows, seq, dim].
 
-    lengths, counts: int32 [rows], the tokens of each row before the step, and those in it. slot_table: int32 [rows,
-    context], that of a ring where the columns are one; None where each row has contiguous slots. window_table: the ring
-    of the layers with a window, None where they read as the others do. extra_inputs_and_states: the graph's other
-    inputs, and its states before the step. positions: int32 [rows, seq] or [axes, rows, seq]; None for those that
-    follow from the lengths.
+    lengths, counts: int32 [rows], the tokens of each row before the step, and those in it. token_positions: int32
+    [rows, seq], -1 for padding. slot_table: int32 [rows, context], that of a ring where the columns are one; None where
+    each row has contiguous slots. window_table: the ring of the layers with a window, None where they read as the
+    others do. extra_inputs_and_states: the graph's other inputs, and its states before the step. positions: int32
+    [rows, seq] or [axes, rows, seq]; None for those that follow from the lengths.
     """
 
     pools: list[mx.array]
     tokens: mx.array
     lengths: mx.array
     counts: mx.array
+    token_positions: mx.array
     slot_table: mx.array | None
     window_table: mx.array | None
     extra_inputs_and_states: dict[str, mx.array]
@@ -67,14 +67,13 @@ class PooledStep:
 
         def run(inputs: PooledStepInputs) -> PooledStepOutputs:
             default_positions = row_positions(inputs.lengths, self.seq)
-            token_positions = mx.where(is_token(inputs.counts, self.seq), default_positions, -1)
             last = last_token_indices(inputs.counts)
             outputs, pools = run_over_pools(
                 graph,
                 inputs.pools,
-                self._index(graph, inputs, token_positions),
+                self._index(graph, inputs),
                 self.head_span,
-                window_index=ring_index(graph, token_positions, inputs.window_table),
+                window_index=ring_index(graph, inputs.token_positions, inputs.window_table),
                 tokens=inputs.tokens,
                 positions=default_positions if inputs.positions is None else inputs.positions,
                 logit_indices=last[:, None],
@@ -88,13 +87,13 @@ class PooledStep:
 
         return run
 
-    def _index(self, graph: DecoderGraph, inputs: PooledStepInputs, token_positions: mx.array) -> CacheIndex:
+    def _index(self, graph: DecoderGraph, inputs: PooledStepInputs) -> CacheIndex:
         if self.paged:
-            index = CacheIndex.make(token_positions, inputs.slot_table)
+            index = CacheIndex.make(inputs.token_positions, inputs.slot_table)
         else:
             runs = CacheIndex.rows(self.head_span, [0] * inputs.tokens.shape[0])
             runs = runs if self.columns.is_ring else runs.limit_context(self.columns.context)
-            index = runs.with_positions(token_positions)
+            index = runs.with_positions(inputs.token_positions)
         return as_window_ring(graph, index) if self.columns.is_ring else index
 
 
