@@ -6,6 +6,7 @@ Each function takes and returns Python ints, numpy arrays or MLX arrays alike un
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -96,9 +97,14 @@ def ring_position(column: Any, newest: Any, width: int) -> Any:
     return newest - (newest - column) % width
 
 
-def count_up(size: int) -> mx.array:
-    """0 to size - 1, int32 [size], as a constant: inside a step `mx.arange` would be a kernel of each step."""
-    return mx.array(np.arange(size, dtype=np.int32))
+@lru_cache(maxsize=128)
+def shared_arange(count: int) -> mx.array:
+    """Returns 0, 1, …, count - 1 in int32: the same array each time, known before a step runs.
+
+    mx.compile merges operations whose inputs are the same arrays, so that all layers of a step share the positions,
+    angles and masks computed from this one; two aranges are two arrays to it, and `mx.arange` a kernel of each step.
+    """
+    return mx.array(np.arange(count, dtype=np.int32))
 
 
 def last_index(width: int) -> mx.array:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from mlx_transmuter.cache.layout import clip_columns, contiguous_slots, count_up, is_column, ring_column
+from mlx_transmuter.cache.layout import clip_columns, contiguous_slots, is_column, ring_column, shared_arange
 from mlx_transmuter.cache.visibility import entry_end_tokens, newest_positions
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def slot_mapping(index: CacheIndex) -> mx.array:
     if index.is_ring:
         columns = mx.where(columns >= 0, ring_column(columns, width), -1)
     if index.contiguous_stride is not None and index.positions_per_entry == 1 and index.table_row is None:
-        slots = contiguous_slots(count_up(index.batch)[:, None], columns, index.contiguous_stride)
+        slots = contiguous_slots(shared_arange(index.batch)[:, None], columns, index.contiguous_stride)
     else:
         slots = mx.take_along_axis(index.batch_table, clip_columns(columns, width), axis=1)
     return mx.where(is_column(columns, width), slots, -1).reshape(-1)
@@ -40,11 +40,11 @@ def column_slots(index: CacheIndex) -> mx.array:
     if index.table is not None:
         return _at_selected_columns(index, index.batch_table)
     if index.positions_per_entry == 1:
-        tokens = mx.broadcast_to(count_up(index.seq), (index.batch, index.seq))
+        tokens = mx.broadcast_to(shared_arange(index.seq), (index.batch, index.seq))
     else:
         tokens = entry_end_tokens(index)[0]
     tokens = _at_selected_columns(index, tokens)
-    return tokens + index.seq * count_up(index.batch).reshape(-1, *(1,) * (tokens.ndim - 1))
+    return tokens + index.seq * shared_arange(index.batch).reshape(-1, *(1,) * (tokens.ndim - 1))
 
 
 def safe_column_slots(index: CacheIndex) -> mx.array:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from mlx_transmuter.cache.errors import CacheError
-from mlx_transmuter.cache.layout import INT32_MAX, clip_columns, count_up, in_range, is_column, ring_position
+from mlx_transmuter.cache.layout import INT32_MAX, clip_columns, in_range, is_column, ring_position, shared_arange
 
 if TYPE_CHECKING:
     from mlx_transmuter.cache.index import CacheIndex
@@ -61,7 +61,7 @@ def table_column_positions(index: CacheIndex) -> mx.array:
     Raises CacheError for a ring that is smaller than the window and the call's further tokens.
     """
     width = index.context if index.ancestor_mask is None else index.batch_table.shape[1]
-    columns = count_up(width)
+    columns = shared_arange(width)
     if not index.is_ring:
         return entry_end_positions(columns, index.positions_per_entry)
     _check_ring(index, width)
@@ -82,7 +82,7 @@ def entry_end_tokens(index: CacheIndex) -> tuple[mx.array, mx.array]:
 
     Rows are padded on the left, so the token at position p is p tokens after the row's first.
     """
-    last_positions = entry_end_positions(count_up(index.context), index.positions_per_entry)
+    last_positions = entry_end_positions(shared_arange(index.context), index.positions_per_entry)
     tokens = last_positions + (index.seq - 1 - index.effective_positions[:, -1:])
     return clip_columns(tokens, index.seq), tokens < index.seq
 
@@ -92,7 +92,7 @@ def _visible_tokens(index: CacheIndex) -> mx.array:
     tokens, selected = index.effective_positions, index.selected_columns
     visible = is_visible(tokens[:, None, :], tokens[:, :, None], index.window_size)
     if index.kind == "packed":  # the sequences of a row differ in the token that begins them
-        first_token = count_up(index.seq) - tokens
+        first_token = shared_arange(index.seq) - tokens
         visible = visible & (first_token[:, None, :] == first_token[:, :, None])
     if selected is None:
         return visible

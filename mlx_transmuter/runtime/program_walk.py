@@ -104,6 +104,10 @@ class ProgramWalk:
             results = _run(operator, node, self._arguments(operator, node), attributes)
             if sum(result.size for result in results if isinstance(result, mx.array)) > MAX_HOST_ELEMENTS:
                 return None
+            arrays = [result for result in results if isinstance(result, mx.array)]
+            # What numpy has no type for stays with MLX: computed now, it is a constant of the step and no operation of
+            # each step on the stream of the CPU.
+            mx.eval(arrays)
             return tuple(ops.to_host(r) if isinstance(r, mx.array) and _fits_numpy(r) else r for r in results)
 
     def _arguments(self, operator: ops.Operator, node: Node) -> Iterator[Any]:

@@ -39,11 +39,68 @@ def numpy_attention(q, k, v, position, scale, window=0, softcap=0.0, slopes=None
     return out
 
 
-@pytest.fixture(params=[False, True], ids=["unfused", "mx.fast"], autouse=True)
-def both_attention_paths(request):
-    """Both ways of attention: that of mx.fast, which the CPU backend computes too, and the one used on the CPU."""
-    with mock.patch.object(pooled_attention, "_has_attention_kernel", return_value=request.param):
-        yield
+LOG2_E = np.float32(1.44269504)
+
+
+def metal_attention(q, k, v, *, scale, mask, sinks=None):
+    """mx.fast.scaled_dot_product_attention in the arithmetic of MLX's kernels on Metal, which the CPU does not have.
+
+    Scores, an additive mask and sinks are multiplied by log2 e, in float32, for exp2; where a boolean mask is false, a
+    score is the lowest finite number.
+    """
+    group = q.shape[1] // k.shape[1]
+    queries, keys, values = (np.array(x.astype(mx.float32)) for x in (q, k, v))
+    keys, values = (np.repeat(x, group, axis=1) for x in (keys, values))
+    scores = (queries * np.float32(scale * LOG2_E)) @ keys.swapaxes(2, 3)
+    if mask.dtype == mx.bool_:
+        scores = np.where(np.array(mask), scores, np.finfo(np.float32).min)
+    else:
+        assert mask.dtype == q.dtype
+        scores = scores + np.array(mask.astype(mx.float32)) * LOG2_E
+    largest, extra = scores.max(-1, keepdims=True), np.float32(0)
+    if sinks is not None:
+        sink = np.array(sinks.astype(mx.float32))[:, None, None] * LOG2_E
+        largest = np.maximum(largest, sink)
+        extra = np.exp2(sink - largest)
+    weights = np.exp2(scores - largest)
+    out = weights @ values / (weights.sum(-1, keepdims=True) + extra)
+    assert np.isfinite(out).all(), "of padding too: its keys and values reach the rows beside it in the next layer"
+    return mx.array(out).astype(q.dtype)
+
+
+@pytest.fixture(params=["unfused", "mx.fast", "Metal's kernel"], autouse=True)
+def all_attention_paths(request):
+    """The ways of attention: the one used on the CPU, mx.fast's, which the CPU has too, and its kernel on Metal."""
+    with mock.patch.object(pooled_attention, "_has_attention_kernel", return_value=request.param != "unfused"):
+        if request.param != "Metal's kernel":
+            yield
+            return
+        with (
+            np.errstate(over="raise", invalid="raise"),
+            mock.patch.object(mx.fast, "scaled_dot_product_attention", metal_attention),
+        ):
+            yield
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_a_padding_token_under_alibi_is_finite(dtype):
+    """Its row of the mask hides every column."""
+    index = CacheIndex.rows(4, [0, 0]).with_positions(mx.array([[0, 1, 2], [-1, -1, 0]]))
+    mask = add_alibi_bias(index, visibility_mask(index), slopes=[2.0**-i for i in range(HEADS)])
+    rng = np.random.default_rng(0)
+    q, k, v = (mx.array(rng.normal(size=(2, n, 3, DIM))).astype(dtype) for n in (HEADS, KV, KV))
+    pools = [mx.zeros((2 * KV * 4 + 1, DIM), dtype) for _ in range(2)]
+    head_index = index.for_heads(KV, 4).with_spare_pool_row(2 * KV * 4)
+    out, *_ = attend_over_pools(q, k, v, *pools, head_index, mask, scale=0.5)
+    assert mx.isfinite(out).all()
+    expected = numpy_attention(
+        *(np.array(x.astype(mx.float32)) for x in (q[0, :, 2], k[0], v[0])),
+        2,
+        0.5,
+        slopes=[2.0**-i for i in range(HEADS)],
+    )
+    tolerance = {mx.float32: 1e-5, mx.float16: 5e-3, mx.bfloat16: 4e-2}[dtype]  # the type's rounding of the output
+    np.testing.assert_allclose(np.array(out.astype(mx.float32))[0, :, 2], expected, atol=tolerance)
 
 
 @pytest.mark.parametrize("paged", [False, True])

@@ -4,8 +4,9 @@ import math
 
 import mlx.core as mx
 
+from mlx_transmuter.cache.layout import shared_arange
 from mlx_transmuter.ops.contrib.kv_buffers import value_if_known, write_to_buffer
-from mlx_transmuter.ops.functional.attention import attend, attention_weights_and_scores, shared_arange
+from mlx_transmuter.ops.functional.attention import attend, attention_weights_and_scores
 from mlx_transmuter.ops.functional.heads import merge_heads, split_qkv_heads
 from mlx_transmuter.ops.functional.norms import rms_norm
 from mlx_transmuter.ops.functional.rotary import rotate_at_positions

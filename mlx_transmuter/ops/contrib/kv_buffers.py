@@ -4,11 +4,11 @@ from typing import cast
 
 import mlx.core as mx
 
+from mlx_transmuter.cache.layout import shared_arange
 from mlx_transmuter.ops.functional.attention import (
     add_biases,
     attention_weights_and_scores,
     padding_mask_bias,
-    shared_arange,
     weighted_values,
 )
 from mlx_transmuter.ops.functional.heads import merge_heads

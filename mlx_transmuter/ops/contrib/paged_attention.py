@@ -4,7 +4,8 @@ import math
 
 import mlx.core as mx
 
-from mlx_transmuter.ops.functional.attention import attend, shared_arange
+from mlx_transmuter.cache.layout import shared_arange
+from mlx_transmuter.ops.functional.attention import attend
 from mlx_transmuter.ops.functional.heads import split_qkv_heads
 from mlx_transmuter.ops.functional.norms import rms_norm
 from mlx_transmuter.ops.functional.rotary import rotate_at_positions

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from mlx_transmuter.ops.functional.attention import shared_arange
+from mlx_transmuter.cache.layout import shared_arange
 from mlx_transmuter.ops.functional.heads import split_heads
 from mlx_transmuter.ops.functional.rotary import rotate_at_positions, rotate_pairs
 from mlx_transmuter.ops.registry import OperatorError, op

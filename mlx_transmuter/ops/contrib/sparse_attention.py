@@ -5,8 +5,9 @@ import math
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.cache.layout import shared_arange
 from mlx_transmuter.ops.contrib.kv_buffers import write_to_buffer
-from mlx_transmuter.ops.functional.attention import attend, shared_arange
+from mlx_transmuter.ops.functional.attention import attend
 from mlx_transmuter.ops.functional.heads import merge_heads, split_qkv_heads
 from mlx_transmuter.ops.functional.rotary import rotate_at_positions
 from mlx_transmuter.ops.registry import HostArray, op

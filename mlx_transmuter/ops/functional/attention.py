@@ -1,26 +1,25 @@
 """Attention written out: scores, their cap, weights and weighted values, with com.microsoft's masks and sinks."""
 
-from functools import lru_cache
-
 import mlx.core as mx
-import numpy as np
 
+from mlx_transmuter.cache.layout import shared_arange
 from mlx_transmuter.ops.registry import OperatorError
 
 
-@lru_cache(maxsize=128)
-def shared_arange(count: int) -> mx.array:
-    """Returns 0, 1, …, count - 1 in int32: the same array each time.
-
-    mx.compile merges operations whose inputs are the same arrays, so that all layers of a step share the positions,
-    angles and masks computed from this one; two aranges are two arrays to it.
-    """
-    return mx.array(np.arange(count, dtype=np.int32))
-
-
 def lowest_addable_score(dtype: mx.Dtype) -> float:
-    """Returns the lowest score to which a score can still be added: a row that sees nothing then gives no NaN."""
+    """Returns the lowest score to which a score can still be added: a row that sees nothing then gives no NaN.
+
+    MLX's kernels on Metal multiply a mask by log₂ e as well, which leaves half of the lowest number finite.
+    """
     return mx.finfo(dtype).min / 2
+
+
+def finite_mask(mask: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Returns an additive mask in the type of the scores, without infinities and numbers that would become some."""
+    lowest = lowest_addable_score(dtype)
+    if mask.dtype != mx.float32:
+        mask = mask.astype(mx.float32)  # the lowest number of one half type is no number of the other
+    return mx.maximum(mask, lowest).astype(dtype)
 
 
 def attend(
@@ -50,7 +49,7 @@ def attend(
     if bias is not None:
         # The bias may hold the lowest numbers of its type: raised so far that adding a score gives no infinity.
         lowest = lowest_addable_score(q.dtype)
-        mask = mx.maximum(bias.astype(q.dtype), lowest)
+        mask = finite_mask(bias, q.dtype)
         mask = mask if visibility is None else mx.where(visibility, mask, mx.array(lowest, q.dtype))
     if mask is not None:
         mask = _expand_to_4d(mask)

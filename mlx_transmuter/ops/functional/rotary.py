@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_transmuter.ops.registry import OperatorError
 
@@ -28,7 +27,7 @@ def rotate_pairs(
     is_second = mx.array([False, True] if interleaved else [[False], [True]])
     rotated = mx.where(is_second, first * sin + second * cos, first * cos - second * sin)
     if rotated_heads is not None and rotated_heads < x.shape[1]:
-        is_rotated = mx.array(np.arange(x.shape[1]) < rotated_heads).reshape(-1, 1, 1, 1)
+        is_rotated = mx.array([head < rotated_heads for head in range(x.shape[1])]).reshape(-1, 1, 1, 1)
         rotated = mx.where(is_rotated, rotated, pairs)
     return rotated.reshape(x.shape)
 

@@ -6,6 +6,7 @@
 import mlx.core as mx
 
 from mlx_transmuter.cache import HybridIndex
+from mlx_transmuter.ops.functional.attention import lowest_addable_score
 from mlx_transmuter.ops.registry import op
 
 
@@ -30,8 +31,8 @@ def add_alibi_bias(index, mask, *, slopes):
     index = layer_index(index, mask)
     distance = (index.column_positions()[:, None] - index.positions()[:, :, None])[:, None].astype(mx.float32)
     bias = mx.array(slopes, mx.float32)[:, None, None] * distance
-    # The lowest number, not -inf: a padding token attends to nothing, and its scores must not become NaN.
-    return mx.where(mask, bias, mx.array(mx.finfo(mx.float32).min, mx.float32))
+    # Not -inf: a padding token attends to nothing, and its scores must not become NaN.
+    return mx.where(mask, bias, mx.array(lowest_addable_score(mx.float32), mx.float32))
 
 
 def layer_index(index, mask):

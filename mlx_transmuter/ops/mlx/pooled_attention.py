@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_transmuter.cache import QuantizedPool
-from mlx_transmuter.ops.functional.attention import cap_scores
+from mlx_transmuter.ops.functional.attention import cap_scores, finite_mask
 from mlx_transmuter.ops.functional.exponential import softmax_numerator_and_sum
 from mlx_transmuter.ops.mlx.cache_masks import layer_index
 from mlx_transmuter.ops.mlx.quantized_pool_products import (
@@ -47,7 +47,7 @@ def attend_over_pools(
         k, key_pool = _extend_pool(head_index, k, key_pool, stay_quantized)
         v, value_pool = _extend_pool(head_index, v, value_pool, stay_quantized)
         pools = (key_pool, value_pool)
-    mask = mask if mask.dtype == mx.bool_ else mask.astype(q.dtype)
+    mask = mask if mask.dtype == mx.bool_ else finite_mask(mask, q.dtype)
     sinks = None if sinks is None else sinks.astype(q.dtype)
     if softcap or stay_quantized or not _has_attention_kernel():
         sizes = (rows, heads, seq)
@@ -130,6 +130,7 @@ def _scores(q, k):
     """q [n, queries, dim] · k [n, context, dim] transposed, or k quantized: [n, queries, context]."""
     if isinstance(k, QuantizedPool):
         return quantized_scores(q, k)
-    if q.shape[1] <= 4 and k.shape[1] >= 512:  # BLAS copies the right side, so it is the short one
+    # The BLAS of the CPU copies the right side of a product, so it is the short one.
+    if not _has_attention_kernel() and q.shape[1] <= 4 and k.shape[1] >= 512:
         return (k @ q.swapaxes(1, 2)).swapaxes(1, 2)
     return q @ k.swapaxes(1, 2)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_transmuter.cache import CacheIndex
-from mlx_transmuter.cache.layout import count_up
+from mlx_transmuter.cache.layout import shared_arange
 from mlx_transmuter.runtime.buckets import StepColumns
 from mlx_transmuter.runtime.steps.graph import DecoderGraph, check_logits
 from mlx_transmuter.runtime.steps.pooled import as_window_ring, ring_index, run_over_pools
@@ -62,7 +62,7 @@ class DraftStep:
                 window_index=window_index and window_index.draft(inputs.slots, inputs.ancestor_mask),
                 tokens=inputs.tokens,
                 positions=mx.maximum(inputs.positions, 0),
-                logit_indices=mx.broadcast_to(count_up(self.seq), inputs.tokens.shape),
+                logit_indices=mx.broadcast_to(shared_arange(self.seq), inputs.tokens.shape),
                 extra_inputs=inputs.extra_inputs,
             )
             return DraftStepOutputs(check_logits(graph, outputs), pools)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_transmuter.cache.layout import count_up
+from mlx_transmuter.cache.layout import shared_arange
 from mlx_transmuter.program.run_plan import PaddingSide
 from mlx_transmuter.runtime.steps.graph import DecoderGraph, call_graph, check_logits, gather_logits
 
@@ -40,7 +40,7 @@ class FullContextStep:
         def run(inputs: FullContextInputs) -> mx.array:
             rows, columns, padded_left = inputs.tokens.shape[0], self.columns, self.padding_side == "left"
             lengths = mx.maximum(inputs.lengths, 1)[:, None]  # a row of padding sees a token: its softmax needs one
-            numbers = mx.broadcast_to(count_up(columns), (rows, columns))
+            numbers = mx.broadcast_to(shared_arange(columns), (rows, columns))
             token_indices = numbers - (columns - lengths) if padded_left else numbers
             mask = (token_indices >= 0) & (token_indices < lengths)
             positions = mx.maximum(token_indices, 0) if inputs.positions is None else inputs.positions

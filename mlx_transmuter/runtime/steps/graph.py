@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter.cache import PoolSpec
-from mlx_transmuter.cache.layout import count_up
+from mlx_transmuter.cache.layout import shared_arange
 from mlx_transmuter.program.signature import DecoderSignature
 from mlx_transmuter.runtime.errors import DecoderError
 from mlx_transmuter.runtime.module import ProgramModule
@@ -82,12 +82,16 @@ def gather_logits(logits: mx.array, logit_indices: mx.array) -> mx.array:
 
 def row_positions(lengths: Any, seq: int) -> Any:
     """Returns the positions int32 [rows, seq] of seq tokens after rows of lengths int32 [rows]; numpy or MLX alike."""
-    return lengths[:, None] + (np.arange(seq, dtype=np.int32) if isinstance(lengths, np.ndarray) else count_up(seq))
+    return lengths[:, None] + _arange_like(lengths, seq)
 
 
 def is_token(counts: Any, seq: int) -> Any:
     """Returns bool [rows, seq]: the first counts[r] of row r are tokens, the rest is padding; numpy or MLX alike."""
-    return (np.arange(seq, dtype=np.int32) if isinstance(counts, np.ndarray) else count_up(seq)) < counts[:, None]
+    return _arange_like(counts, seq) < counts[:, None]
+
+
+def _arange_like(numbers: Any, count: int) -> Any:
+    return np.arange(count, dtype=np.int32) if isinstance(numbers, np.ndarray) else shared_arange(count)
 
 
 def last_token_indices(counts: mx.array) -> mx.array:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_transmuter.cache import CacheIndex, PoolSpec
-from mlx_transmuter.cache.layout import count_up
+from mlx_transmuter.cache.layout import shared_arange
 from mlx_transmuter.program.cache_pairs import CachePair
 from mlx_transmuter.program.signature import CacheMode
 from mlx_transmuter.runtime.steps.graph import (
@@ -140,7 +140,7 @@ class _AppendedPast(_PastForm):
 
     def read(self, inputs: PastPresentInputs) -> tuple[list[mx.array], mx.array]:
         context, lengths = self.step.context, inputs.lengths
-        columns = lengths[:, None] - context + count_up(context)
+        columns = lengths[:, None] - context + shared_arange(context)
         index = CacheIndex.make(lengths[:, None] - 1, inputs.slot_table).select(columns[:, None])
         mask = mx.concatenate([columns >= 0, is_token(inputs.counts, self.step.seq)], axis=1)
         return self.read_pools(inputs, index, selected=True), mask
@@ -151,7 +151,7 @@ class _InPlacePast(_PastForm):
 
     def read(self, inputs: PastPresentInputs) -> tuple[list[mx.array], mx.array]:
         index = CacheIndex.make(inputs.lengths[:, None] - 1, inputs.slot_table)
-        mask = count_up(self.step.context) < inputs.lengths[:, None] + self.step.seq
+        mask = shared_arange(self.step.context) < inputs.lengths[:, None] + self.step.seq
         return self.read_pools(inputs, index), mask
 
     def select_new_vectors(self, present: mx.array, pair: CachePair, lengths: mx.array) -> mx.array:
