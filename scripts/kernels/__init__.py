@@ -1,0 +1,1 @@
+"""The kernels of a step on Metal, counted without a Mac."""
