@@ -3,7 +3,7 @@
 """
 
 from mlx_transmuter.cache.block_manager import BlockManager
-from mlx_transmuter.cache.errors import CacheError
+from mlx_transmuter.cache.errors import CacheError, CacheFullError
 from mlx_transmuter.cache.hybrid_index import HybridIndex
 from mlx_transmuter.cache.index import CacheIndex
 from mlx_transmuter.cache.kv_cache import KVCache, PoolSpec
@@ -13,6 +13,7 @@ from mlx_transmuter.cache.quantized_pool import QuantizedFormat, QuantizedPool, 
 __all__ = [
     "BlockManager",
     "CacheError",
+    "CacheFullError",
     "CacheIndex",
     "HybridIndex",
     "KVCache",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -104,6 +105,24 @@ class BlockManager:
     def first_position(self, sequence: int) -> int:
         """The first position of the sequence that has a slot; its length where none has."""
         return self._first_position(self._sequence("first_position", sequence))
+
+    def slots_to_append(self, sequences: Sequence[int], counts: Sequence[int]) -> int:
+        """The free slots that appends of counts[r] tokens to each of these sequences, all different, will take.
+
+        They are those of the new blocks, and of the copies of last blocks that are shared and partly filled: where only
+        these sequences share a block, the last of them keeps it.
+        """
+        num_blocks = 0
+        last_blocks: Counter[int] = Counter()
+        for sequence, count in zip(sequences, counts, strict=True):
+            owner = self._sequence("slots_to_append", sequence)
+            length = len(owner.tokens)
+            num_blocks += ceil_div(length + count, self.block_size) - ceil_div(length, self.block_size)
+            if count and length % self.block_size:
+                last_blocks[int(owner.blocks[-1])] += 1
+        for block, num_writers in last_blocks.items():
+            num_blocks += num_writers - (num_writers == self._ref_counts[block] and block not in self._prefixes)
+        return num_blocks * self.block_size
 
     def append(self, sequence: int, tokens: Iterable[int] | int) -> list[tuple[int, int]]:
         """Gives slots to more tokens; returns the copies (from slot, to slot) to make before the step that runs them.

@@ -1,4 +1,4 @@
-"""CacheError: the cache's one error."""
+"""CacheError, and the one kind of it that a caller may want to tell apart."""
 
 from __future__ import annotations
 
@@ -7,3 +7,7 @@ from mlx_transmuter.errors import TransmuterError
 
 class CacheError(TransmuterError):
     """An operation that the cache cannot do; `where` names the method and its argument."""
+
+
+class CacheFullError(CacheError):
+    """A cache of limited size that has no slots left to give, and nothing left to evict. What is stored stays."""

@@ -11,10 +11,16 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter.cache.block_manager import BlockManager
-from mlx_transmuter.cache.errors import CacheError
+from mlx_transmuter.cache.errors import CacheError, CacheFullError
 from mlx_transmuter.cache.layout import ceil_div, pool_rows, pool_size, spare_pool_row
 from mlx_transmuter.cache.pools import Pools, write_pool_rows
 from mlx_transmuter.cache.quantized_pool import QuantizedFormat, QuantizedPool
+
+# A growing cache begins with so many slots, or with those of so many bytes where that is fewer.
+FIRST_SLOTS = 4096
+FIRST_NBYTES = 2**27
+# It has four times as many from one growth to the next up to this size, and then twice as many.
+FAST_GROWTH_NBYTES = 2**29
 
 
 class PoolSpec(NamedTuple):
@@ -60,8 +66,9 @@ class KVCache:
     of all slots, or of contiguous_stride slots after another head's (see CacheIndex.for_heads, whose head_span is the
     same). The last row is spare: padding is written there, and nothing reads it.
 
-    The cache of one session has the slots that its rows need. A prompt cache, which outlives its sessions, begins with
-    none, grows as needed up to max_slots (None: without a limit), and then evicts the least recently used blocks.
+    The cache of one session has the slots that its rows may need. A prompt cache, which outlives its sessions, begins
+    with none, grows when rows need slots, up to max_slots (None: without a limit), and then evicts the least recently
+    used blocks. Its sizes are few, for a step is compiled for the size of the pools.
     """
 
     def __init__(
@@ -118,9 +125,9 @@ class KVCache:
         """Returns (sequences, stored): a sequence for each row that will have max_lengths[r] > 0 tokens, None for other
         rows, and the number of first tokens of its prompt whose keys and values are stored.
 
-        equal_prefixes: all rows with a prompt begin with equally many stored tokens. One session at a time, which
-        `close_sequences` ends. Raises CacheError for a second one, and for rows that need more slots than max_slots
-        allows.
+        The cache then has room for the prompts; what comes after them gets its slots by `reserve`. equal_prefixes: all
+        rows with a prompt begin with equally many stored tokens. One session at a time, which `close_sequences` ends.
+        Raises CacheError for a second one, CacheFullError for prompts that need more slots than max_slots allows.
         """
         self._begin_use()
         sequences: list[int | None] = [None] * len(prompts)
@@ -131,7 +138,12 @@ class KVCache:
                     sequences[row], stored[row] = self.block_manager.open(prompt)
             if equal_prefixes:
                 stored = self._equalize_prefixes(prompts, sequences, stored)
-            self._ensure_free_slots(self._slots_needed(stored, max_lengths))
+            unstored = {
+                sequence: max(0, len(prompt) - count)
+                for sequence, prompt, count in zip(sequences, prompts, stored, strict=True)
+                if sequence is not None
+            }
+            self.reserve(list(unstored), list(unstored.values()))
         except BaseException:  # too many tokens, no memory, Ctrl-C
             self.close_sequences(sequences)
             raise
@@ -146,6 +158,15 @@ class KVCache:
                 self._free_sequences(sequences)
         finally:
             self._use_lock.release()
+
+    def reserve(self, sequences: Sequence[int], counts: Sequence[int], draft_counts: Sequence[int] = ()) -> None:
+        """Makes sure that `append` finds slots for counts[r] more tokens of each of these sequences, and `open_drafts`
+        for drafts of draft_counts: the cache grows, or evicts.
+
+        Raises CacheFullError, and changes nothing, where max_slots is too few.
+        """
+        draft_slots = sum(ceil_div(count, self.block_size) for count in draft_counts) * self.block_size
+        self._ensure_free_slots(draft_slots + self.block_manager.slots_to_append(sequences, counts))
 
     def append(self, sequence: int, count: int) -> None:
         """Gives slots to `count` more tokens of the sequence; a shared block that it now writes to is copied."""
@@ -236,30 +257,35 @@ class KVCache:
             self.block_manager.truncate(sequence, lengths[row])
         return lengths
 
-    def _slots_needed(self, stored: Sequence[int], max_lengths: Sequence[int]) -> int:
-        """The slots that rows with so many stored tokens need to reach their lengths.
-
-        A block of which a row shares only the beginning is copied when the row writes to it, so it counts.
-        """
-        size = self.block_size
-        return size * sum(
-            ceil_div(length, size) - count // size for count, length in zip(stored, max_lengths, strict=True)
-        )
-
     def _ensure_free_slots(self, num_slots: int) -> None:
         """Makes num_slots slots available: empty ones while the cache may grow, then those of evictable blocks."""
-        empty = self.block_manager.free_slots - self.block_manager.evictable_slots
-        if num_slots > empty:
-            size = 1 << (self.block_manager.num_slots - empty + num_slots - 1).bit_length()
-            size = ceil_div(size, self.block_size) * self.block_size
-            if self.max_slots is not None:
-                size = min(size, self.max_slots // self.block_size * self.block_size)
-            if size > self.block_manager.num_slots:
-                self.grow(size)
-        if num_slots > self.block_manager.free_slots:
-            found = f"room for {self.block_manager.free_slots} more tokens of at most {self.max_slots}"
-            do = "Raise its limit, or ask for fewer new tokens."
-            raise CacheError("a prompt cache", found, f"room for {num_slots}, the prompts and their new tokens", do)
+        manager = self.block_manager
+        if self._slot_limit is not None:
+            available = self._slot_limit - (manager.num_slots - manager.free_slots)
+            if num_slots > available:
+                found = f"room for {available} more tokens of at most {self.max_slots}"
+                expected = f"room for {num_slots}, those of the prompts and texts that are running"
+                do = "Raise its limit (max_tokens, max_bytes), or ask for fewer prompts at once or fewer new tokens"
+                raise CacheFullError("a prompt cache", found, expected, do)
+        size = self._grown_size(num_slots + manager.num_slots - manager.free_slots + manager.evictable_slots)
+        if size > manager.num_slots:
+            self.grow(size)
+
+    @property
+    def _slot_limit(self) -> int | None:
+        """The most slots, in whole blocks."""
+        return None if self.max_slots is None else self.max_slots // self.block_size * self.block_size
+
+    def _grown_size(self, num_slots: int) -> int:
+        """The size at which the cache has num_slots slots, or the limit where that is fewer."""
+        if num_slots <= self.block_manager.num_slots:
+            return self.block_manager.num_slots
+        slot_nbytes = max(1, self.slot_nbytes)
+        size = min(FIRST_SLOTS, 1 << (max(1, FIRST_NBYTES // slot_nbytes).bit_length() - 1))
+        while size < num_slots:
+            size *= 4 if 4 * size * slot_nbytes <= FAST_GROWTH_NBYTES else 2
+        size = ceil_div(size, self.block_size) * self.block_size
+        return size if self._slot_limit is None else min(size, self._slot_limit)
 
     def _free_sequences(self, sequences: Sequence[int | None]) -> None:
         for sequence in sequences:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
+from mlx_transmuter.cache import CacheFullError
 from mlx_transmuter.generation.batch import Batch, StepOutput
 from mlx_transmuter.generation.beam_search import search_beams
 from mlx_transmuter.generation.drafts.speculative_decoding import decode_speculatively
@@ -38,7 +39,9 @@ def generate_steps(
     generator; either way the prompt cache gets what was computed. A beam search yields its steps when its results
     are known.
 
-    Raises GenerationError at once for wrong prompts, seeds or inputs, or a prompt cache of another model.
+    Raises GenerationError at once for wrong prompts, seeds or inputs, or a prompt cache of another model;
+    CacheFullError for prompts that a limited prompt cache has no room for, and after the last token that it has room
+    for where a text goes on.
     """
     return _generate_groups(
         Batch(gen, prompts, seeds, inputs or {}, stop=stop, cancel_event=cancel_event, prompt_cache=prompt_cache)
@@ -68,7 +71,7 @@ def _generate_groups(batch: Batch) -> GenerationSteps:
         try:
             yield from _generate_group(group)
             group.store_prefixes()
-        except GeneratorExit:  # a generator closed between two steps; after any other end its slots may be half written
+        except (GeneratorExit, CacheFullError):  # between two steps; after any other end slots may be half written
             group.store_prefixes()
             raise
         finally:

@@ -4,11 +4,13 @@ read."""
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.cache import CacheFullError
 from mlx_transmuter.generation.batch import StepOutput
 from mlx_transmuter.generation.logits.processor_state import ProcessorState
 from mlx_transmuter.generation.logits.token_selection import row_random_keys
@@ -28,7 +30,8 @@ def decode_tokens(group: RowGroup) -> Generator[StepOutput, None, None]:
     while selected_tokens is not None:
         following = None
         if decoding.runs_ahead and any(counts := decoding.continuing_rows(unread=1)):
-            following = decoding.select(group.step(selected_tokens[:, :1], counts))
+            with suppress(CacheFullError):  # not before this token is read: it may be the last of a row
+                following = decoding.select(group.step(selected_tokens[:, :1], counts))
         host_tokens = np.array(selected_tokens)
         yield batch.append_tokens(rows, {row: read_token(host_tokens[row]) for row in rows})
         if batch.cancelled or not any(counts := decoding.continuing_rows(unread=0)):

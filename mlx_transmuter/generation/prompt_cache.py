@@ -28,8 +28,10 @@ class PromptCache:
         generate(gen, [prompt + more], [0], prompt_cache=cache)  # runs the tokens of `more`
 
     model: a Model, or its decoder; the generations must be of the same one, alone or in batches of any size, one at a
-    time. max_tokens and max_bytes: the most that the pools hold, of running rows and of stored tokens together; the
-    least recently used are evicted first, and None is no limit. block: the tokens of a block; of a prefix that ends
+    time. max_tokens and max_bytes: the most that the pools hold, of running rows and of stored tokens together; None is
+    no limit. Rows get slots as they grow. Where there are none left, the least recently used stored tokens are evicted,
+    then what rows have that ended; after that a generation raises CacheFullError, with the tokens that it has yielded
+    stored. block: the tokens of a block; of a prefix that ends
     inside one, the rest is computed again. kv_bits, kv_group_size: as in the contexts of the runs.
 
     Raises GenerationError for a decoder whose keys and values follow from more than its tokens (an encoder's outputs,

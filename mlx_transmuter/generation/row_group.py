@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.cache import CacheFullError
 from mlx_transmuter.generation.batch import Batch
 from mlx_transmuter.generation.drafts.draft_tree import DraftArrays, slots_with_drafts
 from mlx_transmuter.generation.logits.host_processor_inputs import HostProcessorInputs
@@ -63,10 +64,15 @@ class RowGroup:
             extra_inputs = {
                 name: mx.repeat(array, self.rows_per_prompt, axis=0) for name, array in extra_inputs.items()
             }
-        if batch.prompt_cache is None:
-            paged = self.rows_per_prompt > 1 or batch.compiled.max_draft_tokens > 0
-            return decoder.begin_session(self.max_lengths, extra_inputs, paged=paged)
         first_rows = {prompt * self.rows_per_prompt for prompt in self.prompt_indices}
+        if batch.prompt_cache is None:
+            if self.rows_per_prompt == 1:
+                return decoder.begin_session(self.max_lengths, extra_inputs, paged=batch.compiled.max_draft_tokens > 0)
+            forked_lengths = [
+                len(self.prompt_tokens(row)) if row in self.member_rows and row not in first_rows else 0
+                for row in self.all_rows
+            ]
+            return decoder.begin_session(self.max_lengths, extra_inputs, paged=True, forked_lengths=forked_lengths)
         prompts = [self.prompt_tokens(row) if row in first_rows else [] for row in self.all_rows]
         return decoder.begin_session(
             self.max_lengths, extra_inputs, kv_cache=batch.prompt_cache.kv_cache, prompts=prompts
@@ -101,12 +107,28 @@ class RowGroup:
         return plan_packed_prefill(lengths, len(self.all_rows), max_chunk_tokens(self.session, self.batch))
 
     def step(self, tokens: np.ndarray | mx.array, counts: list[int]) -> mx.array:
-        """Returns the logits [rows, vocab] after tokens, int32 [rows, n], of which row r has the first counts[r]."""
+        """Returns the logits [rows, vocab] after tokens, int32 [rows, n], of which row r has the first counts[r].
+
+        Raises CacheFullError, before anything is done, where a prompt cache has no slots for them.
+        """
         positions = None
         if self.batch.prompt_positions is not None:
             positions = self.batch.prompt_positions.step_positions(self.lengths, tokens.shape[1], self.rows_per_prompt)
+        logits = self._run_with_room(lambda: self.session.step(tokens, counts, positions))
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        return self.session.step(tokens, counts, positions)
+        return logits
+
+    def _run_with_room(self, run: Callable[[], mx.array]) -> mx.array:
+        """Runs a step; where a prompt cache is full, again without the rows that have ended."""
+        try:
+            return run()
+        except CacheFullError:
+            ended = {index: row.token_ids for index, row in self._rows.items() if not row.is_live}
+            if not any(self.lengths[index] for index in ended):
+                raise
+            self.session.end_rows([ended.get(row) for row in self.all_rows])
+            self.lengths = [0 if row in ended else length for row, length in enumerate(self.lengths)]
+            return run()
 
     def store_prefixes(self) -> None:
         """Stores the rows' sequences in the prompt cache, where there is one; of a beam search, the prompts."""
@@ -119,8 +141,10 @@ class RowGroup:
 
     def verify_drafts(self, drafts: DraftArrays) -> mx.array:
         """Returns the logits [rows, nodes, vocab] after each node of the rows' draft trees; `accept_drafts` then takes
-        a path of each."""
-        return self.session.verify_draft(drafts.tokens, drafts.ancestor_mask, drafts.depths)
+        a path of each. Raises CacheFullError, before anything is done, where a prompt cache has no slots for them."""
+        return self._run_with_room(
+            lambda: self.session.verify_draft(drafts.tokens, drafts.ancestor_mask, drafts.depths)
+        )
 
     def accept_drafts(self, paths: Sequence[Sequence[int]]) -> None:
         """Appends to each row r the tokens of the nodes paths[r] of its verified tree."""

@@ -85,6 +85,7 @@ class CacheSession(DecoderSession):
         if self.decoder.plan.padding_side == "none" and (new[new > 0] != seq).any():
             raise DecoderError(f"counts {new.tolist()} of {seq} tokens", "no padding, which would change the states")
         positions = None if positions is None else mx.array(positions)
+        self._reserve(new)
         run = self._pooled_step if self.decoder.signature.uses_pools else self._past_present_step
         return run(tokens, new, positions)
 
@@ -172,9 +173,13 @@ class CacheSession(DecoderSession):
             mx.array(table(lengths, columns.window_context, ring=True)) if columns.window_context else None,
         )
 
+    def _reserve(self, counts: np.ndarray, draft_counts: Sequence[int] = ()) -> None:
+        """Makes room for the rows' new tokens before anything of a step is done. The pools may grow."""
+        self.row_slots.free_unreachable(self.lengths)
+        self.row_slots.reserve(counts, draft_counts)
+
     def _append_tokens(self, counts: np.ndarray) -> None:
         """Gives slots to the rows' new tokens."""
-        self.row_slots.free_unreachable(self.lengths)
         lengths = self.lengths + counts
         self.row_slots.append(counts, lengths)
         self.lengths = lengths
@@ -187,6 +192,7 @@ class CacheSession(DecoderSession):
         """
         counts = np.array([len(prompt) for prompt in prompts], np.int32)
         self._check_packed_prompts(counts, seq)
+        self._reserve(counts)
         self._append_tokens(counts)
         # Rows of an earlier packed prefill may be longer than these.
         table, span = self.row_slots.table(self.lengths, int(self.lengths.max())), self.kv_cache.head_span
@@ -221,12 +227,14 @@ class CacheSession(DecoderSession):
             expected, do = "a paged session, and the last draft accepted", "begin_session(..., paged=True)"
             raise DecoderError("a draft in this session", expected, do)
         tokens, ancestor_mask = (x if isinstance(x, mx.array) else mx.array(x) for x in (tokens, ancestor_mask))
-        depths, seq, span = np.asarray(depths, np.int32), tokens.shape[1], self.kv_cache.head_span
+        depths, seq = np.asarray(depths, np.int32), tokens.shape[1]
         # The table has a column for each draft token's position too.
         columns = self._step_columns(self._check_draft(tokens, depths), seq)
-        self.row_slots.free_unreachable(self.lengths)
+        draft_counts = (depths >= 0).sum(axis=1).tolist()
+        # In blocks of one slot, accepted tokens stay in those of the draft.
+        self._reserve((depths.max(axis=1) + 1) * (self.kv_cache.block_size > 1), draft_counts)
         slot_table, window_table = self._slot_tables(columns)
-        slots = self.row_slots.open_draft((depths >= 0).sum(axis=1).tolist(), seq)
+        slots, span = self.row_slots.open_draft(draft_counts, seq), self.kv_cache.head_span
         positions = np.where(depths >= 0, self.lengths[:, None] + depths, -1).astype(np.int32)
         assert slot_table is not None
         outputs = self.decoder.compile_once(DraftStep(seq, columns, span))(
@@ -321,6 +329,16 @@ class CacheSession(DecoderSession):
         self._write_pending()
         self.evaluate()
         self.row_slots.store_prefixes(row_tokens, self.lengths)
+
+    def end_rows(self, row_tokens: Sequence[Sequence[int] | None]) -> None:
+        """Stores what rows have, as `store_prefixes` does, and ends them: their slots can be evicted for other rows.
+
+        row_tokens: None for a row that goes on.
+        """
+        self.store_prefixes(row_tokens)
+        ended = [row for row, tokens in enumerate(row_tokens) if tokens is not None]
+        self.row_slots.free_rows(ended)
+        self.lengths[ended] = 0
 
     def close(self) -> None:
         """Ends the session. Gives the pools' memory back, unless they outlive it."""

@@ -150,6 +150,7 @@ class Decoder:
         block_size: int = 1,
         kv_cache: KVCache | None = None,
         prompts: Sequence[Sequence[int]] = (),
+        forked_lengths: Sequence[int] = (),
     ) -> CacheSession | FullContextSession:
         """Returns a session whose rows have no tokens, or those that are in kv_cache already.
 
@@ -157,8 +158,10 @@ class Decoder:
         other inputs (an encoder's outputs), one row for each row. paged: slots are handed out in blocks of block_size,
         so that rows can fork; else each row has contiguous slots. kv_cache: pools of the decoder's pool_specs that
         outlive the session, which then has their block size: each row begins with the most first tokens of its prompt,
-        of `prompts`, that they hold, as `Session.lengths` says; never with all of them. Raises DecoderError for a wrong
-        number of rows, other inputs, or other pools; CacheError for more tokens than the cache takes.
+        of `prompts`, that they hold, as `Session.lengths` says; never with all of them. forked_lengths: how many first
+        tokens of each row it will have by a fork from another row that stays as long, which then need no slots of their
+        own; by default none. Raises DecoderError for a wrong number of rows, other inputs, or other pools; CacheError
+        for prompts that the cache has no room for.
         """
         if len(max_lengths) != self.rows:
             raise DecoderError(f"{len(max_lengths)} rows", f"{self.rows}")
@@ -170,7 +173,7 @@ class Decoder:
         # Rows that outgrow the ring keep the tokens in the window alone.
         ring = self.ring if self.ring and int(max(max_lengths)) > self.ring.slots else None
         if kv_cache is None:
-            slots = RowSlots.allocate(self.pool_specs, max_lengths, ring, block_size if paged else None)
+            slots = RowSlots.allocate(self.pool_specs, max_lengths, ring, block_size if paged else None, forked_lengths)
             return CacheSession(self, max_lengths, inputs, slots)
         if inputs or kv_cache.pool_specs != self.pool_specs or len(prompts) != self.rows:
             found = f"pools of {kv_cache.pool_specs}, the inputs {sorted(inputs)} and {len(prompts)} prompts"

@@ -35,19 +35,25 @@ class RowSlots:
 
     @staticmethod
     def allocate(
-        pool_specs: Sequence[PoolSpec], max_lengths: Sequence[int], ring: Ring | None, block_size: int | None
+        pool_specs: Sequence[PoolSpec],
+        max_lengths: Sequence[int],
+        ring: Ring | None,
+        block_size: int | None,
+        forked_lengths: Sequence[int] = (),
     ) -> RowSlots:
         """Returns the slots of rows in a cache of their own, in blocks of block_size slots; None: contiguous.
 
         The cache has one of a few sizes, so that sessions share steps: one is compiled for the size of its pools.
+        forked_lengths: see Decoder.begin_session.
         """
         if block_size is None:
             stride = ring.slots if ring else power_of_two_bucket(int(max(max_lengths)))
             kv_cache = KVCache(pool_specs, len(max_lengths) * stride, stride, contiguous_stride=stride)
         else:
-            lengths = [min(int(length), ring.slots + block_size) if ring else int(length) for length in max_lengths]
-            slots = sum(ceil_div(length, block_size) * block_size for length in lengths)
-            slots = max(1, slots) if ring else power_of_two_bucket(slots)  # a ring has one of a few sizes already
+            blocks = most_blocks_of_rows(max_lengths, forked_lengths or [0] * len(max_lengths), ring, block_size)
+            slots = blocks * block_size
+            # Rows that keep a ring without sharing their prompts have one of a few sizes already.
+            slots = max(1, slots) if ring and not any(forked_lengths) else power_of_two_bucket(slots)
             kv_cache = KVCache(pool_specs, ceil_div(slots, block_size) * block_size, block_size)
         sequences = [kv_cache.block_manager.open()[0] if length else None for length in max_lengths]
         return RowSlots(kv_cache, sequences, ring, paged=block_size is not None)
@@ -66,6 +72,20 @@ class RowSlots:
         if self.paged:
             return self.kv_cache.block_manager.table(self._sequences, width, ring=ring)
         return contiguous_table_of_lengths(lengths, width, self.kv_cache.head_span, ring=ring)
+
+    def reserve(self, counts: np.ndarray, draft_counts: Sequence[int] = ()) -> None:
+        """Makes sure that there are slots for counts[r] more tokens of each row, and for drafts of draft_counts.
+
+        Raises CacheFullError, and changes nothing, where a cache that outlives the session has too few.
+        """
+        if self.paged:
+            pairs = [
+                (sequence, count)
+                for sequence, count in zip(self._sequences, counts.tolist(), strict=True)
+                if sequence is not None and count
+            ]
+            sequences, new_counts = zip(*pairs, strict=True) if pairs else ((), ())
+            self.kv_cache.reserve(sequences, new_counts, draft_counts)
 
     def append(self, counts: np.ndarray, lengths: np.ndarray) -> None:
         """Gives slots to counts[r] more tokens of each row, which then has lengths[r]."""
@@ -132,6 +152,13 @@ class RowSlots:
             if sequence is not None and tokens is not None:
                 self.kv_cache.block_manager.store_prefix(sequence, tokens[:length])
 
+    def free_rows(self, rows: Sequence[int]) -> None:
+        """Ends rows before the session: what is stored of them may be evicted, and their other slots are free."""
+        for row in rows:
+            sequence, self._sequences[row] = self._sequences[row], None
+            if sequence is not None:
+                self.kv_cache.block_manager.free(sequence)
+
     def close(self) -> None:
         """Ends the rows. Gives the pools' memory back, unless they outlive the session."""
         sequences, self._sequences = [*self._sequences, *(self._draft_sequences or ())], []
@@ -139,3 +166,20 @@ class RowSlots:
             self.kv_cache.pools.drop()
         elif sequences:  # of a session that is closed already, the cache may be another's
             self.kv_cache.close_sequences(sequences)
+
+
+def most_blocks_of_rows(
+    max_lengths: Sequence[int], forked_lengths: Sequence[int], ring: Ring | None, block_size: int
+) -> int:
+    """Returns the most blocks that rows of up to max_lengths[r] tokens have at a time.
+
+    The first forked_lengths[r] tokens of a row are another row's, and the blocks that they fill are counted there. The
+    slots of a ring may be those of other tokens than the other row still has: that row may count for both.
+    """
+    kept = [int(length) if ring is None else min(int(length), ring.slots + block_size) for length in max_lengths]
+    alone = sum(ceil_div(length, block_size) for length in kept)
+    shared = 0
+    for most, length, forked in zip(kept, max_lengths, forked_lengths, strict=True):
+        new_blocks = ceil_div(int(length), block_size) - int(forked) // block_size
+        shared += min(new_blocks, ceil_div(most, block_size) * (1 if forked else 2))
+    return min(alone, shared)

@@ -34,6 +34,7 @@ class Session(Protocol):
     def fork(self, parents: Sequence[int]) -> None: ...
     def evaluate(self, *arrays: mx.array, wait: bool = True) -> None: ...
     def store_prefixes(self, row_tokens: Sequence[Sequence[int] | None]) -> None: ...
+    def end_rows(self, row_tokens: Sequence[Sequence[int] | None]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -63,7 +64,8 @@ class DecoderSession:
 
         tokens: int32 [rows, seq], or float embeddings [rows, seq, dim]; the first counts[r] of row r are tokens, the
         rest is padding. positions: int32 [rows, seq] or [axes, rows, seq], by default each token's index in its row.
-        Raises DecoderError for a row that would have more tokens than its max_lengths.
+        Raises DecoderError for a row that would have more tokens than its max_lengths; CacheFullError, before anything
+        is done, where a prompt cache has no slots for the tokens.
         """
         raise NotImplementedError
 
@@ -99,6 +101,10 @@ class DecoderSession:
 
     def store_prefixes(self, row_tokens: Sequence[Sequence[int] | None]) -> None:
         """Leaves the rows' slots for later prompts. Needs a cache."""
+        raise _no_cache("a prompt cache")
+
+    def end_rows(self, row_tokens: Sequence[Sequence[int] | None]) -> None:
+        """Stores rows and ends them before the session. Needs a cache."""
         raise _no_cache("a prompt cache")
 
     def _check_counts(self, tokens: Any, counts: Sequence[int]) -> np.ndarray:

@@ -66,9 +66,16 @@ class FakeDecoder:
         return [[row for row in rows if lengths[row] == length] for length in sorted({lengths[row] for row in rows})]
 
     def begin_session(
-        self, max_lengths: list[int], extra_inputs: Mapping[str, mx.array] | None = None, paged: bool = False
+        self,
+        max_lengths: list[int],
+        extra_inputs: Mapping[str, mx.array] | None = None,
+        paged: bool = False,
+        forked_lengths: Sequence[int] = (),
     ) -> FakeSession:
         assert len(max_lengths) == self.rows
+        assert not forked_lengths or all(
+            forked <= most for forked, most in zip(forked_lengths, max_lengths, strict=True)
+        )
         self.sessions.append(FakeSession(self, max_lengths, extra_inputs, paged))
         return self.sessions[-1]
 
@@ -148,6 +155,9 @@ class FakeSession:
         raise AssertionError("this decoder supports no packed prefill")
 
     def store_prefixes(self, row_tokens: Sequence[Sequence[int] | None]) -> None:
+        raise AssertionError("this decoder has no prompt cache")
+
+    def end_rows(self, row_tokens: Sequence[Sequence[int] | None]) -> None:
         raise AssertionError("this decoder has no prompt cache")
 
     def evaluate(self, *arrays: mx.array, wait: bool = True) -> None:

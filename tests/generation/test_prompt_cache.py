@@ -364,9 +364,18 @@ def test_drafts_need_no_more_slots_than_their_number(loaded):
             generation.generate(speculative, prompts, [0] * 2, prompt_cache=cache),
             generation.generate(gen, prompts, [0] * 2),
         )
-    small = PromptCache(model, max_tokens=2 * (20 + NEW_TOKENS + 3) - 1)
-    with pytest.raises(CacheError, match="room for 54"):
-        generation.generate(speculative, prompts, [0] * 2, prompt_cache=small)
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_where_drafts_find_no_room_the_tokens_alone_do(block, loaded):
+    """No step takes the last token of a row."""
+    model, prompts = loaded("llama"), [[5, 6, 7, 8] * 5, [9, 10] * 10]
+    gen, speculative = compile_model(model, 2), compile_model(model, 2, prompt_lookup_num_tokens=3)
+    cache = PromptCache(model, block=block, max_tokens=2 * (20 + NEW_TOKENS - (block == 1)))
+    assert_same_results(
+        generation.generate(speculative, prompts, [0] * 2, prompt_cache=cache),
+        generation.generate(gen, prompts, [0] * 2),
+    )
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -407,11 +416,11 @@ def test_a_very_large_draft_limit_takes_no_more_slots_than_a_row_can_use(cached,
         Decoder, "begin_session", lambda *args, **more: sessions.append(begin(*args, **more)) or sessions[-1]
     )
     model, prompt = loaded("llama"), [5, 6, 7, 8] * 5
-    cache = None if cached is None else PromptCache(model, block=cached)
+    cache = None if cached is None else PromptCache(model, block=cached, max_tokens=64)
     speculative = compile_model(model, prompt_lookup_num_tokens=10**6, max_new_tokens=10)
     found = generation.generate(speculative, [prompt], [0], prompt_cache=cache)
     assert_same_results(found, generation.generate(compile_model(model, max_new_tokens=10), [prompt], [0]))
-    assert sessions[0].block_manager.num_slots <= 64
+    assert sessions[0].block_manager.num_slots <= 64  # of a session of its own, too
     assert int(sessions[0].max_lengths.max()) <= 64
 
 

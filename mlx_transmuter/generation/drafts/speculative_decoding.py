@@ -12,6 +12,7 @@ from collections.abc import Generator, Mapping
 
 import numpy as np
 
+from mlx_transmuter.cache import CacheFullError
 from mlx_transmuter.generation.batch import StepOutput
 from mlx_transmuter.generation.drafts.assistant_drafts import AssistantDrafter
 from mlx_transmuter.generation.drafts.draft_acceptance import accepted_path, next_draft_limit
@@ -97,7 +98,23 @@ class SpeculativeDecoding:
         # The last token of a row is not drafted, for nothing follows it.
         max_depths = {index: row.remaining_tokens - 1 for index, row in live.items()}
         trees = self.drafter.propose(live, self.draft_limits, max_depths, self.state, self.fixed)
-        return self._accept(live, trees, self._verify(live, trees))
+        try:
+            selected_tokens = self._verify(live, trees)
+        except CacheFullError:
+            return self._decode_without_draft(live)
+        return self._accept(live, trees, selected_tokens)
+
+    def _decode_without_draft(self, live: Mapping[int, Row]) -> dict[int, np.ndarray]:
+        """Runs the last token of each live row alone, for which a prompt cache without room for a draft may have room;
+        returns the next token of each row, int32 [1, 1 or 2]."""
+        group = self.group
+        sequences = [live[row].token_ids if row in live else None for row in group.all_rows]
+        tokens = np.array([[sequence[-1] if sequence else 0] for sequence in sequences], np.int32)
+        logits = group.step(tokens, [int(row in live) for row in group.all_rows])
+        read, self.state = group.select_and_read(logits, self.state, self.fixed, sequences)
+        for row in live.values():
+            row.draft_counts = (row.draft_counts or DraftCounts()).with_pass(0, 0)
+        return {row: read[row : row + 1] for row in live}
 
     def _verify(self, live: Mapping[int, Row], trees: Mapping[int, DraftTree]) -> np.ndarray:
         """Runs the model over the trees and returns the selected tokens along each, int32 [rows, depth, 1 or
