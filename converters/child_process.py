@@ -143,6 +143,10 @@ def run_child(request: dict[str, Any], path: Path, stall_seconds: float = STALL_
         )
 
 
+# GPUs of the M5 generation multiply floats in TF32 by default, which rounds them to 11 bits: a proof needs all 24.
+_CHILD_VARIABLES = {"MLX_ENABLE_TF32": "0"}
+
+
 @contextmanager
 def start_child() -> Iterator[subprocess.Popen[bytes]]:
     """Gives a new child that waits for its request on stdin; it is gone when the block ends, however it ends.
@@ -154,7 +158,11 @@ def start_child() -> Iterator[subprocess.Popen[bytes]]:
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP, signal.SIGTERM})
     try:
         child = subprocess.Popen(
-            [sys.executable, *options, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            [sys.executable, *options, "-c", _PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env={**os.environ, **_CHILD_VARIABLES},
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

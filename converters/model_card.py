@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+
+import mlx.core as mx
 
 from mlx_transmuter.program import Program
 from mlx_transmuter.program.metadata import Cast, FloatActivations, Metadata, QuantizationSummary, RewriteSummary
@@ -28,6 +31,13 @@ def render_model_card(program: Program, config: dict[str, Any], folder: Path) ->
     if not (folder / "tokenizer.json").is_file():
         lines += ["", "The source has no tokenizer.json: the model takes and gives token ids."]
     return "\n".join(lines) + "\n"
+
+
+def multiplies_exactly() -> bool:
+    """Whether products of float32 are computed in float32: GPUs of the M5 generation round their inputs to TF32, unless
+    the variable says otherwise.
+    """
+    return mx.default_device() == mx.cpu or os.environ.get("MLX_ENABLE_TF32") == "0"
 
 
 def _front_lines(metadata: Metadata, config: dict[str, Any]) -> list[str]:
@@ -65,6 +75,7 @@ def _proof_lines(metadata: Metadata, plan: RunPlan) -> list[str]:
         "",
         f"- prompts of {lengths} tokens in one batch, {proof.steps} steps:"
         f" logits within {proof.error:.1e} of their range (tolerance {proof.tolerance:.0e});",
+        *(["- products of float32 were computed in float32, without TF32;"] if multiplies_exactly() else []),
         f"- the cache works in the mode `{plan.cache_mode}`;",
         # A rewrite that replaced and skipped nothing found nothing to do.
         *(_rewrite_line(rewrite) for rewrite in metadata.rewrites if rewrite.replaced or rewrite.skipped),

@@ -13,6 +13,7 @@ from mlx_transmuter.program import ProgramError, load_program, weights
 from mlx_transmuter.program.run_plan import RunPlan
 from mlx_transmuter.program.signature import CacheMode, DecoderSignature
 from mlx_transmuter.runtime.module import ProgramModule
+from mlx_transmuter.runtime.wired_memory import notice_large_model
 from mlx_transmuter.tokenizer import Tokenizer
 
 _TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -61,7 +62,9 @@ def load_folder(folder: Path) -> Model:
     folder = Path(folder)
     decoder = load_module(folder)
     # An array that is still to be read belongs to the stream of this thread; read, it belongs to any.
-    mx.eval(decoder.weights())
+    arrays = decoder.weights()
+    mx.eval(arrays)
+    notice_large_model(sum(array.nbytes for array in arrays.values()))
     return Model(
         decoder=decoder,
         config=read_json_object(folder / "config.json"),

@@ -26,7 +26,7 @@ ARROWS: dict[str, set[str]] = {
     "cache": set(),
     "program": {"git_lfs", "folder_format"},
     "ops": {"program", "cache"},
-    "runtime": {"program", "cache", "ops"},
+    "runtime": {"program", "notices", "cache", "ops"},
     "model": {"program", "folder_format", "runtime", "tokenizer"},
     "generation": {"program", "cache", "ops", "runtime", "model", "partial_folder", "path_arguments"},
     "tasks": {"program", "tokenizer", "model", "generation"},

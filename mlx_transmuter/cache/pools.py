@@ -87,11 +87,10 @@ class Pools:
     def evaluate(self, *arrays: mx.array, wait: bool = True) -> None:
         """The one evaluation of a step: of `arrays` and of the pools. wait=False returns while it runs.
 
-        A write that meets an unfinished read copies the pool, so an evaluation first waits for one that still runs.
+        A write that meets an unfinished read copies the pool, so an evaluation first waits for those.
         """
         pools = self._owned_arrays("evaluate")
-        if self._has_pending_evaluation:
-            mx.synchronize()
+        self._finish_reads()
         self._has_pending_evaluation = not wait
         try:
             (mx.eval if wait else mx.async_eval)(*arrays, *pools)
@@ -116,8 +115,19 @@ class Pools:
         for i in range(len(arrays)):
             rows = mx.take(arrays[i], source, axis=0)
             mx.eval(rows)
+            self._finish_reads()
             arrays[i] = write_pool_rows(arrays[i], target, rows)
             mx.eval(arrays[i])
+
+    def _finish_reads(self) -> None:
+        """Waits until nothing reads the pools any more, before they are written.
+
+        A GPU holds what a command buffer read until its completion was handled, which may be later than an evaluation
+        returns.
+        """
+        if self._has_pending_evaluation or mx.default_device() != mx.cpu:
+            mx.synchronize()
+        self._has_pending_evaluation = False
 
     def _owned_arrays(self, method: str) -> list[mx.array]:
         if self._arrays is None:

@@ -17,6 +17,7 @@ from mlx_transmuter.generation.prompt_cache import PromptCache
 from mlx_transmuter.generation.row import GenerationResult
 from mlx_transmuter.generation.row_group import RowGroup
 from mlx_transmuter.generation.stop_rules import StopCondition
+from mlx_transmuter.runtime.wired_memory import release_buffers, wired_memory
 
 GenerationSteps = Generator[StepOutput, None, list[GenerationResult]]
 
@@ -66,16 +67,18 @@ def run_to_end(steps: GenerationSteps, on_step: Callable[[StepOutput], Any] | No
 def _generate_groups(batch: Batch) -> GenerationSteps:
     settings = batch.settings
     lengths = [len(batch.prompts[settings.prompt_of(row)]) for row in range(batch.row_count)]
-    for rows in batch.compiled.decoder.group_rows(lengths):
-        group = RowGroup(batch, sorted({settings.prompt_of(row) for row in rows}))
-        try:
-            yield from _generate_group(group)
-            group.store_prefixes()
-        except (GeneratorExit, CacheFullError):  # between two steps; after any other end slots may be half written
-            group.store_prefixes()
-            raise
-        finally:
-            group.session.close()
+    with wired_memory():
+        for rows in batch.compiled.decoder.group_rows(lengths):
+            group = RowGroup(batch, sorted({settings.prompt_of(row) for row in rows}))
+            try:
+                yield from _generate_group(group)
+                group.store_prefixes()
+            except (GeneratorExit, CacheFullError):  # between two steps; after any other end slots may be half written
+                group.store_prefixes()
+                raise
+            finally:
+                group.session.close()
+                release_buffers()
     return batch.results
 
 

@@ -17,6 +17,7 @@ from mlx_transmuter.generation.prompt_positions import clip_to_positions
 from mlx_transmuter.generation.row import Row
 from mlx_transmuter.runtime.prefill_schedule import PackedPrefillRow, plan_packed_prefill
 from mlx_transmuter.runtime.session import Session
+from mlx_transmuter.runtime.wired_memory import release_buffers
 
 
 class RowGroup:
@@ -92,6 +93,7 @@ class RowGroup:
         else:
             prompt_mode = self.batch.compiled.decoder.prompt_mode
             last = prefill_in_chunks(self.session, self.step, prompts, self.batch, prompt_mode)
+        release_buffers()
         if last is None or self.rows_per_prompt == 1:
             return last
         parents = [self.prompt_of(row) * self.rows_per_prompt for row in self.all_rows]
