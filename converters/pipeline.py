@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from mlx_transmuter.converters.errors import convert_errors
-from mlx_transmuter.converters.graph.position_tables import position_table_rows
 from mlx_transmuter.converters.model_card import render_model_card
 from mlx_transmuter.converters.passes import GRAPH_REWRITES
 from mlx_transmuter.converters.passes.layers.merge_projections import merge_projections
@@ -146,10 +145,9 @@ def record_metadata(
     program: Program, source: SourceGraph, proved: ProvedProgram, base_model: str | None
 ) -> dict[str, Any]:
     """Returns what a converted program records of its conversion, but for the effects of precision options."""
-    limits = (source.max_positions, position_table_rows(program))
     metadata: dict[str, Any] = {
         **proved.case.plan.to_metadata(),
-        "max_positions": min((limit for limit in limits if limit), default=None),
+        "trained_length": source.trained_length,
         "proof": {
             "error": proved.error,
             "limit": proved.case.tolerance,

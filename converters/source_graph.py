@@ -20,12 +20,13 @@ from mlx_transmuter.converters.stages import enter_stage
 from mlx_transmuter.folder_format import CHAT_TEMPLATE_FOLDER, COMPANION_FILES, read_json_object
 from mlx_transmuter.git_lfs import check_not_lfs_pointer
 from mlx_transmuter.program import Program
+from mlx_transmuter.program.position_limit import find_position_limit
 from mlx_transmuter.program.signature import DecoderSignature
 from mlx_transmuter.runtime.program_walk import MAX_VALUE_BYTES
 from mlx_transmuter.tokenizer import Tokenizer
 
-# What the configurations call the most tokens of a sequence.
-_MAX_POSITIONS_KEYS = (
+# What the configurations call the tokens of a row that a model was trained for.
+_TRAINED_LENGTH_KEYS = (
     "max_position_embeddings",
     "n_positions",
     "n_ctx",
@@ -41,13 +42,14 @@ _PROVED_WINDOWS = range(8, 129)
 class SourceGraph:
     """A decoder as its file has it, and what its configuration says of it.
 
-    path: the ONNX file. config: config.json, {} without one. max_positions: the most tokens of a sequence, or None.
+    path: the ONNX file. config: config.json, {} without one. trained_length: the tokens of a row that the configuration
+    says the model was trained for, or None.
     """
 
     path: Path
     program: Program
     config: dict[str, Any]
-    max_positions: int | None
+    trained_length: int | None
 
     @property
     def signature(self) -> DecoderSignature:
@@ -62,7 +64,9 @@ class SourceGraph:
         if quantizes_dynamically(self.program):
             return [proof.SINGLE_CHUNK_LENGTH]
         window = self.config.get("sliding_window") or self.config.get("window_size") or 0
-        limit = (_configured_max_positions(self.config, {}) or 2**20) - proof.DECODE_STEPS
+        position_limit = find_position_limit(self.program, self.signature)
+        limits = [self.trained_length, position_limit and position_limit.tokens, 2**20]
+        limit = min(limit for limit in limits if limit) - proof.DECODE_STEPS
         longest = window + 5 if isinstance(window, int) and window in _PROVED_WINDOWS else 13
         return [max(1, min(longest, limit)), max(1, min(5, limit)), 0]
 
@@ -93,9 +97,9 @@ def read_source_graph(source: Path, path: Path, folder: Path, *, progress: bool 
         )
     _check_device_types(graph, path)
     _check_tokenizer_vocabulary(folder, signature.vocab_size, path)
-    max_positions = _configured_max_positions(config, genai)
-    graph.metadata["max_positions"] = max_positions  # the proof's decoders read it too
-    return SourceGraph(path, graph, config, max_positions)
+    trained_length = _configured_length(config, genai)
+    graph.metadata["trained_length"] = trained_length  # the proof's decoders read it too
+    return SourceGraph(path, graph, config, trained_length)
 
 
 def copy_companions(source: Path, path: Path, folder: Path) -> dict[str, Path]:
@@ -140,15 +144,15 @@ def _check_tokenizer_vocabulary(folder: Path, vocab: int, path: Path) -> None:
         )  # fmt: skip
 
 
-def _configured_max_positions(config: dict[str, Any], genai: dict[str, Any]) -> int | None:
-    """Returns the most tokens that a sequence may have, from config.json or genai_config.json.
+def _configured_length(config: dict[str, Any], genai: dict[str, Any]) -> int | None:
+    """Returns the tokens of a row that a model was trained for, from config.json or genai_config.json.
 
     None where they say nothing, or fewer than the proof decodes, which no decoder means.
     """
     for section in (config, config.get("text_config"), genai.get("model")):
         if not isinstance(section, dict):
             continue
-        for name in _MAX_POSITIONS_KEYS:
+        for name in _TRAINED_LENGTH_KEYS:
             if isinstance(section.get(name), int) and section[name] > proof.DECODE_STEPS:
                 return section[name]
     return None

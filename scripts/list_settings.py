@@ -12,8 +12,9 @@ HEAD = """# Settings of generation
 Written by `scripts/list_settings.py`. The names are those of generation_config.json; the defaults and the ranges are
 those of transformers 4.57.6, with one exception: without max_new_tokens and max_length (or with its default, 20, in
 generation_config.json) a row gets at most 256 new tokens, which is the rule of the pipelines of transformers; its
-`generate` stops at 20 tokens, prompt included. Token ids that the vocabulary lacks are refused where transformers
-refuses them. *supported*: it does what it does there; *goldens* are results of transformers on the
+`generate` stops at 20 tokens, prompt included. Whatever the two say, a row ends where a table of positions of its
+graph does; the model's max_position_embeddings ends none. Token ids that the vocabulary lacks are refused where
+transformers refuses them. *supported*: it does what it does there; *goldens* are results of transformers on the
 models of the tests, alone and in ragged batches, greedy and with beams. *refused*: it would change the tokens and is
 not supported, so it is an error by name. *neutral*: it changes no token and takes any value. An unknown name is an
 error.

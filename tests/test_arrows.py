@@ -29,7 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "runtime": {"program", "notices", "cache", "ops"},
     "model": {"program", "folder_format", "runtime", "tokenizer"},
     "generation": {"program", "cache", "ops", "runtime", "model", "partial_folder", "path_arguments"},
-    "tasks": {"program", "tokenizer", "model", "generation"},
+    "tasks": {"program", "notices", "tokenizer", "model", "generation"},
     "converters": {
         *("program", "git_lfs", "folder_format", "partial_folder", "precision_options", "notices", "cache", "tokenizer"),
         *("ops", "runtime", "model"),

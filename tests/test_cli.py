@@ -200,8 +200,8 @@ def test_stdin_that_is_no_text_is_exit_code_2(run, folder, monkeypatch):
         (["--model", "./nowhere", "-p", "x"], "no such folder"),
         (["--model", LLAMA, "-p", ""], None),
         (["--model", LLAMA, "--file", "other.onnx", "-p", "x"], "no file 'other.onnx'"),
-        (["--model", LLAMA, "-p", "a " * 300], "256 positions"),
         (["--model", LLAMA, "-p", "x", "--extra-eos-token", "nosuchtoken"], "--extra-eos-token"),
+        (["--model", str(FIXTURES / "llama_genai"), "-p", "a " * 300], "at most 256 tokens"),
         (["--model", str(FIXTURES / "gpt2"), "-p", "x"], "no tokenizer.json"),
     ],
 )
@@ -317,7 +317,7 @@ def test_inspect_says_what_the_model_is(run, folder):
     assert (code, err) == (0, "")
     for line in [
         "cache mode   append",
-        "positions    256",
+        "positions    no limit; trained for 256",
         "1 input_ids int64 [batch_size, sequence_length]",
         "rewrites",
     ]:

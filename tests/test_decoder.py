@@ -202,7 +202,7 @@ def test_positions_of_the_caller_reach_the_graph(loaded):
 
 
 @pytest.mark.parametrize(
-    "meta", [{"cache_mode": "sideways"}, {"cache_mode": 3}, {"max_positions": "many"}, {"max_positions": -1}]
+    "meta", [{"cache_mode": "sideways"}, {"cache_mode": 3}, {"trained_length": "many"}, {"trained_length": -1}]
 )
 def test_a_program_with_malformed_metadata_runs_as_its_graph_declares(meta):
     module = unrewritten_module("llama")

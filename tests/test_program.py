@@ -404,7 +404,7 @@ def test_a_value_that_json_cannot_hold_is_not_written(tmp_path):
 
 
 RECORD = {
-    "max_positions": 256,
+    "trained_length": 256,
     "branch": "cached",
     "attention_windows": [0, 8],
     "source": {"file": "model.onnx"},
@@ -418,7 +418,7 @@ RECORD = {
 
 def test_metadata_are_read_with_a_type():
     metadata = Metadata(RECORD)
-    assert (metadata.max_positions, metadata.branch, metadata.attention_windows) == (256, "cached", (0, 8))
+    assert (metadata.trained_length, metadata.branch, metadata.attention_windows) == (256, "cached", (0, 8))
     assert metadata.source == SourceFile("model.onnx", "")
     assert metadata.nodes == NodeCounts(9, 3)
     assert metadata.proof is not None

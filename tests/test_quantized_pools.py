@@ -151,7 +151,7 @@ def test_a_prompt_cache_and_its_file_have_quantized_rows(bits, loaded, tmp_path)
 @pytest.mark.parametrize("options", [{}, {"paged": True}], ids=["runs", "blocks"])
 def test_a_step_writes_in_place(options, loaded):
     """Beside its pools a step allocates no more for more slots."""
-    decoder = Decoder(loaded("llama").decoder, 1, max_positions=2**20, kv_bits=8)
+    decoder = Decoder(loaded("llama").decoder, 1, kv_bits=8)
     extra = []
     for slots in (2**12, 2**17):
         session = decoder.begin_session([slots], **options)

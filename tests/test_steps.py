@@ -310,9 +310,7 @@ def test_a_step_copies_no_pool(name, mode, layout, compiled, loaded, request):
     """The peak memory of a step is far below one pool, and the same from step to step."""
     if compiled:
         request.getfixturevalue("compiling")
-    decoder = Decoder(
-        loaded(name).decoder if mode is None else unrewritten_module(name), 1, cache_mode=mode, max_positions=2**20
-    )
+    decoder = Decoder(loaded(name).decoder if mode is None else unrewritten_module(name), 1, cache_mode=mode)
     session = decoder.begin_session([2**15], **layout)
     assert isinstance(session, CacheSession)
     sizes = [pool.nbytes for pool in session.pools.arrays]
@@ -332,7 +330,7 @@ def test_a_step_copies_no_pool(name, mode, layout, compiled, loaded, request):
 
 
 def test_memory_is_freed_when_a_session_closes(loaded):
-    decoder = Decoder(loaded("llama").decoder, 1, max_positions=2**20)
+    decoder = Decoder(loaded("llama").decoder, 1)
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()

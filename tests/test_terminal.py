@@ -76,14 +76,23 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves(run, folder, monkeypatch):
     assert said[1][1] == {"role": "assistant", "content": "half an "}
 
 
-def test_a_conversation_that_grew_too_long_goes_on_after_a_reset(run, folder, monkeypatch):
+def test_a_conversation_that_grew_too_long_goes_on_after_a_reset(run, converted, monkeypatch):
+    """Too long for the tables of rotations that this graph has."""
+    folder = converted("llama_genai")
     lines = iter(["long " * 200, "/reset", "Hi", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     code, out, err = run("chat", "--model", folder, "-m", 2)
     assert code == 0
-    assert "256 positions" in err
+    assert "at most 256 tokens, where the model's table of positions ends" in err
     assert "/reset" in err
     assert out == answer(folder, [{"role": "user", "content": "Hi"}], max_new_tokens=2) + "\n"
+
+
+def test_a_chat_past_the_trained_length_says_so_once(run, folder, monkeypatch):
+    lines = iter(["long " * 200, "Hi", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    code, _, err = run("chat", "--model", folder, "-m", 2)
+    assert (code, err.count("predefined maximum length of 256 tokens")) == (0, 1)
 
 
 def test_chat_needs_a_template(run, folder, monkeypatch):

@@ -282,7 +282,7 @@ def test_a_row_is_truncated_while_its_window_is_in_the_cache(layout, loaded):
 @pytest.mark.usefixtures("compiling")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_steps_and_slots_do_not_grow_with_the_length_of_a_row(layout, loaded):
-    decoder = Decoder(loaded("mistral").decoder, 1, max_positions=2**20)
+    decoder = Decoder(loaded("mistral").decoder, 1)
     session = decoder.begin_session([2**20], **layout)
     assert isinstance(session, CacheSession)
     size = sum(pool.nbytes for pool in session.pools.arrays)

@@ -14,7 +14,8 @@ from mlx_transmuter.cli.prompts import system_messages
 from mlx_transmuter.errors import question_of_closest, shorten
 from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.model import Model
-from mlx_transmuter.notices import print_notice
+from mlx_transmuter.notices import print_notice, print_notice_once
+from mlx_transmuter.tasks.text import TextGeneration
 from mlx_transmuter.tokenizer import TokenizerError
 
 COMMANDS = {"/help": "lists the commands", "/reset": "begins anew", "/exit": "leaves"}
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         raise GenerationError(model_label(args), "no chat template", "a model made for chats", "use generate instead")
     generation = text_generation(model, args, open_prompt_cache(model, args) or _new_prompt_cache(model, args))
     print_notice(_help_text())
-    conversation = system_messages(args)
+    conversation, printed_notices = system_messages(args), set[str]()
     while True:
         try:
             turn = _read_turn()
@@ -48,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
             print_notice(_reply_to_command(turn.strip()))
         elif turn.strip():
             try:
-                answer = _print_answer(generation, [*conversation, {"role": "user", "content": turn}], args.seed)
+                messages = [*conversation, {"role": "user", "content": turn}]
+                answer = _print_answer(generation, messages, args.seed, printed_notices)
             except (GenerationError, TokenizerError) as error:  # such as a conversation that grew too long
                 print_notice(f"{error} (/reset begins anew)")
                 continue
@@ -101,18 +103,22 @@ def _has_input() -> bool:
     return bool(select.select([sys.stdin], [], [], SECONDS_BETWEEN_PASTED_LINES)[0])
 
 
-def _print_answer(generation, messages: list[dict[str, str]], seed: int | None) -> str:
-    """Prints the answer as it comes, and returns what was printed; Ctrl-C ends it."""
-    answer = ""
+def _print_answer(
+    generation: TextGeneration, messages: list[dict[str, str]], seed: int | None, printed_notices: set[str]
+) -> str:
+    """Prints the answer as it comes, and returns what was printed; Ctrl-C ends it. Its notice follows, once a chat."""
+    answer, notice = "", None
     pieces = generation.stream(messages, seed=seed)
     try:
         for piece in pieces:
             print(piece, end="", flush=True)
             answer += piece
+            notice = piece.notice
     except KeyboardInterrupt:
         pass
     finally:
         pieces.close()
     print()
     sys.stdout.flush()
+    print_notice_once(notice, printed_notices)
     return answer

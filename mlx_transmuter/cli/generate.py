@@ -7,6 +7,7 @@ import argparse
 from mlx_transmuter.cli.generation_settings import text_generation
 from mlx_transmuter.cli.model_loading import load_model, open_prompt_cache
 from mlx_transmuter.cli.prompts import as_chat, read_prompt
+from mlx_transmuter.notices import print_notice
 
 
 def run(args: argparse.Namespace) -> int:
@@ -22,6 +23,8 @@ def run(args: argparse.Namespace) -> int:
     for last in pieces:
         print(last, end="", flush=True)
     print()
+    if last is not None and last.notice:
+        print_notice(last.notice)
     if args.verbose and last is not None:
         print("=" * 10)
         print(f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens/s")

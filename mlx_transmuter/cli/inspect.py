@@ -37,7 +37,7 @@ def describe_model(model: Model) -> dict[str, Any]:
     parameters: Counter[str] = Counter()
     for weight in program.weights.values():
         parameters[weight.dtype] += math.prod(weight.shape)
-    meta = program.metadata
+    meta, limit = program.metadata, model.decoder.position_limit
     return {
         "folder": str(model.folder),
         "source": meta.get("source"),
@@ -45,7 +45,9 @@ def describe_model(model: Model) -> dict[str, Any]:
         "cache_mode": model.cache_mode,
         "plan": describe_plan(program),
         "branch": meta.get("branch"),
-        "max_positions": meta.get("max_positions"),
+        "max_positions": limit.tokens if limit else None,
+        "position_table": limit.table if limit else None,
+        "trained_length": Metadata(meta).trained_length,
         "size": sum(file.stat().st_size for file in model.folder.glob("*.safetensors")),
         "parameters": dict(parameters.most_common()),
         "tokenizer": {"tokens": model.tokenizer.vocab_size, "chat_template": model.tokenizer.has_chat_template}
@@ -86,7 +88,7 @@ def _report_lines(description: dict[str, Any]) -> list[str]:
         f"model type   {description['model_type'] or 'unknown'}",
         f"cache mode   {description['plan']}",
         *([f"branch       {description['branch']}"] if description["branch"] else []),
-        f"positions    {description['max_positions'] or 'no limit known'}",
+        f"positions    {_positions_line(description)}",
         f"weights      {description['size'] / 1e6:,.1f} MB: {parameters}",
         f"tokenizer    {_tokenizer_line(tokenizer)}",
         "inputs",
@@ -120,6 +122,12 @@ def _conversion_lines(metadata: Metadata) -> list[str]:
         error = f"logits move by {quantization.error:.1e} of their range"
         lines.append(f"quantized    {layers}, groups of {quantization.group_size}: {error}")
     return lines
+
+
+def _positions_line(description: dict[str, Any]) -> str:
+    limit, length = description["max_positions"], description["trained_length"]
+    ends = f"at most {limit:,}, the rows of {description['position_table']}" if limit else "no limit"
+    return f"{ends}; trained for {length:,}" if length else ends
 
 
 def _tokenizer_line(tokenizer: dict[str, Any] | None) -> str:

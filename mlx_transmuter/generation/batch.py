@@ -12,6 +12,7 @@ import numpy as np
 
 from mlx_transmuter.generation.errors import GenerationError
 from mlx_transmuter.generation.generation_context import CompiledGeneration
+from mlx_transmuter.generation.length_notices import length_notice, table_end
 from mlx_transmuter.generation.prompt_cache import PromptCache
 from mlx_transmuter.generation.prompt_positions import PromptPositions, clip_to_positions
 from mlx_transmuter.generation.row import GenerationResult, Row
@@ -66,7 +67,9 @@ class Batch:
         if prompt_cache is not None:
             _check_prompt_cache(prompt_cache, gen, self.prompt_positions)
         self.prompt_cache = prompt_cache
-        self.new_token_limits = [self._new_token_limit(len(prompt)) if prompt else 0 for prompt in self.prompts]
+        self.new_token_limits = [
+            self._new_token_limit(index) if prompt else 0 for index, prompt in enumerate(self.prompts)
+        ]
         per_prompt = self.settings.num_return_sequences
         self.results = [GenerationResult([], FINISH_LENGTH) for _ in range(gen.batch_size * per_prompt)]
         self.finished_flags = np.array([not self.prompts[index // per_prompt] for index in range(len(self.results))])
@@ -107,10 +110,24 @@ class Batch:
         output_logprobs = np.array(logprobs, np.float32) if self.context.token_logprobs else None
         return StepOutput(np.array(tokens, np.int32), self.finished_flags.copy(), output_logprobs)
 
-    def _new_token_limit(self, length: int) -> int:
+    def add_length_notices(self) -> None:
+        """Gives each result its notice, where its length met a limit of the model."""
+        for index, result in enumerate(self.results):
+            prompt = index // self.settings.num_return_sequences
+            length, count = len(self.prompts[prompt]), len(result.tokens)
+            missing = 0
+            if result.finish_reason == FINISH_LENGTH and length and count == self.new_token_limits[prompt]:
+                missing = self.context.new_token_limit(length) - count
+            result.notice = length_notice(self.compiled.decoder, length + count, missing)
+
+    def _new_token_limit(self, prompt: int) -> int:
+        """Returns the most new tokens of a prompt: what the settings say, as far as there are positions."""
+        length = len(self.prompts[prompt])
         count = self.context.new_token_limit(length)
+        # Given positions may go further than the tokens are many.
+        start = length + max(0, self.prompt_positions.delta(prompt) if self.prompt_positions else 0)
         # The last token needs no position, for no step takes it.
-        return clip_to_positions(length + count - 1, self.compiled.decoder.max_positions) - length + 1
+        return clip_to_positions(start + count - 1, self.compiled.decoder.max_positions) - start + 1
 
     def _make_stop_rules(self, stop: Sequence[StopCondition | None] | None) -> list[StopRules]:
         conditions = _one_per_prompt("stop", stop or [None] * self.compiled.batch_size, self.compiled)
@@ -162,7 +179,7 @@ def _check_prompts(prompts: Sequence[Sequence[int]], gen: CompiledGeneration) ->
         if outside := [token for token in prompt if not 0 <= token < vocab_size]:
             raise GenerationError(f"prompt {index}", f"the token ids {outside[:5]}", f"ids from 0 to {vocab_size - 1}")
         if clip_to_positions(len(prompt), max_positions) < len(prompt):
-            expected = f"at most the model's {max_positions} positions"
+            expected = f"at most {table_end(gen.decoder)}"
             raise GenerationError(f"prompt {index}", f"{len(prompt)} tokens", expected, "shorten it")
     return checked
 

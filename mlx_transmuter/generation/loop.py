@@ -79,6 +79,7 @@ def _generate_groups(batch: Batch) -> GenerationSteps:
             finally:
                 group.session.close()
                 release_buffers()
+    batch.add_length_notices()
     return batch.results
 
 

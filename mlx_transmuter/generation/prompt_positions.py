@@ -11,6 +11,8 @@ from mlx_transmuter.generation.errors import GenerationError
 from mlx_transmuter.generation.setting_checks import to_integers
 
 INPUT_NAME = "input position_ids"
+# More tokens than any row has; twice as many are no number of int32.
+MAX_ROW_TOKENS = 2**30
 
 
 class PromptPositions:
@@ -51,19 +53,23 @@ class PromptPositions:
             raise GenerationError(name, f"the positions {outside[:5]}", f"positions from 0 to {limit}")
         return np.array(checked, np.int32).reshape(self.axes, length)
 
+    def delta(self, prompt: int) -> int:
+        """Returns what the tokens after a prompt, by its number, have as positions beyond their indices."""
+        positions = self.per_prompt[prompt]
+        return int(positions.max(initial=-1)) + 1 - positions.shape[1]
+
     def step_positions(self, starts: Sequence[int], length: int, rows_per_prompt: int) -> np.ndarray:
         """Returns int32 [rows, length], or [axes, rows, length] for several axes: the positions of `length` tokens of
         each row r, which continues prompt r // rows_per_prompt, from its index starts[r]."""
         positions = np.zeros((self.axes, len(starts), length), np.int32)
         for row, start in enumerate(starts):
-            prompt = self.per_prompt[row // rows_per_prompt]
-            delta = prompt.max(initial=-1) + 1 - prompt.shape[1]
-            positions[:, row] = np.arange(start, start + length, dtype=np.int32) + delta
-            of_prompt = prompt[:, start : start + length]
+            index = row // rows_per_prompt
+            positions[:, row] = np.arange(start, start + length, dtype=np.int32) + self.delta(index)
+            of_prompt = self.per_prompt[index][:, start : start + length]
             positions[:, row, : of_prompt.shape[1]] = of_prompt
         return positions[0] if self.axes == 1 else positions
 
 
 def clip_to_positions(tokens: int, max_positions: int | None) -> int:
-    """Returns how many of so many tokens of a row have a position; None is no limit."""
-    return min(tokens, max_positions or tokens)
+    """Returns how many of so many tokens of a row have a position; None is no limit but that of int32 numbers."""
+    return min(tokens, max_positions or MAX_ROW_TOKENS)

@@ -19,13 +19,14 @@ class Token(NamedTuple):
 
 @dataclass
 class GenerationResult:
-    """A generated sequence: its tokens without the eos, its finish_reason, its score under beam search, and the counts
-    of speculative decoding."""
+    """A generated sequence: its tokens without the eos, its finish_reason, its score under beam search, the counts of
+    speculative decoding, and a notice where its length met a limit of the model."""
 
     tokens: list[Token]
     finish_reason: str
     score: float | None = None
     draft_counts: DraftCounts | None = None
+    notice: str | None = None
 
 
 @dataclass

@@ -104,11 +104,14 @@ class Metadata:
     values: Mapping[str, Any]
 
     @property
-    def max_positions(self) -> int | None:
-        """The most tokens of any row that the model's configuration or its table of positions allows; a session's
-        max_lengths are the most of each of its rows, at most that."""
-        limit = self.values.get("max_positions")
-        return limit if isinstance(limit, int) and 0 < limit < 2**31 else None
+    def trained_length(self) -> int | None:
+        """The tokens of a row that the model was trained for, as its configuration says (max_position_embeddings).
+
+        Rows may go on past them: what ends rows are the tables of the program, see find_position_limit. Older folders
+        have the smaller of the two, by another name.
+        """
+        length = self.values.get("trained_length", self.values.get("max_positions"))
+        return length if _has_type(length, int) and 0 < length < 2**31 else None
 
     @property
     def branch(self) -> str | None:

@@ -23,17 +23,15 @@ from mlx_transmuter.runtime.row_slots import RowSlots
 from mlx_transmuter.runtime.step_inputs import StepInputs
 from mlx_transmuter.runtime.steps.graph import DecoderGraph, Step
 
-# More positions than any row has: what a graph without a table of positions takes.
-NO_POSITION_LIMIT = 2**31
-
 
 class Decoder:
     """A module as a decoder of batches of `rows` rows.
 
-    cache_mode: by default that of the plan. plan: how it runs, by default as the conversion recorded. max_positions:
-    the most tokens of a row, by default as the conversion recorded. kv_bits: 8 or 4, to keep keys and values in so
-    many bits an element, in groups of kv_group_size (see cache.QuantizedFormat); None keeps them as they are. Raises
-    SignatureError for a module that is no decoder, CacheError for other bits or groups.
+    cache_mode: by default that of the plan. plan: how it runs, by default as the conversion recorded. kv_bits: 8 or 4,
+    to keep keys and values in so many bits an element, in groups of kv_group_size (see cache.QuantizedFormat); None
+    keeps them as they are. position_limit: where the first of the graph's tables of positions ends, and with it every
+    row; None where none does. trained_length: the tokens of a row that the model was trained for, where that is known.
+    Raises SignatureError for a module that is no decoder, CacheError for other bits or groups.
     """
 
     def __init__(
@@ -43,7 +41,6 @@ class Decoder:
         *,
         cache_mode: CacheMode | None = None,
         plan: RunPlan | None = None,
-        max_positions: int | None = None,
         kv_bits: int | None = None,
         kv_group_size: int = 64,
     ):
@@ -54,7 +51,8 @@ class Decoder:
         self.signature = DecoderSignature.from_program(program)
         self.plan = plan or RunPlan.from_program(program, self.signature)
         self.cache_mode: CacheMode = cache_mode or self.plan.cache_mode
-        self.max_positions: int | None = max_positions or Metadata(program.metadata).max_positions
+        self.position_limit = module.position_limit
+        self.trained_length = Metadata(program.metadata).trained_length
         if kv_bits is not None and not self.signature.cache_pairs:
             raise DecoderError(f"kv_bits={kv_bits}", "None: this decoder has no keys and values", "leave out kv_bits")
         self.pool_specs = tuple(
@@ -69,6 +67,11 @@ class Decoder:
         self.vocab_size = self.signature.vocab_size
         self._compiled_steps: dict[Step, CompiledFunction] = {}
         mx.eval(module.parameters())  # a captured weight that was never evaluated would be computed anew at each call
+
+    @property
+    def max_positions(self) -> int | None:
+        """The most tokens of a row; None without a limit."""
+        return self.position_limit.tokens if self.position_limit else None
 
     @property
     def supports_drafts(self) -> bool:
@@ -127,19 +130,24 @@ class Decoder:
         A graph with tables of positions or masks has no rows for more than max_positions columns, the step's included.
         """
         if self.cache_mode == "in_place":
-            return self._limited_bucket(length + seq, self._position_limit)
-        return self._limited_bucket(length, self._position_limit - seq)
+            return self._bucket_within_limits(length + seq)
+        return self._bucket_within_limits(length, seq)
 
     def full_context_columns(self, length: int) -> int:
         """Returns the columns of a step that reads all tokens of rows of up to `length` tokens."""
-        return self._limited_bucket(length, self._position_limit)
+        return self._bucket_within_limits(length)
 
-    def _limited_bucket(self, length: int, limit: int) -> int:
-        return min(context_bucket(length, self.rows), max(length, limit))
+    def _bucket_within_limits(self, length: int, seq: int = 0) -> int:
+        """Returns the context bucket of `length` columns, cut so that with seq more it stays below max_positions.
 
-    @property
-    def _position_limit(self) -> int:
-        return self.max_positions or NO_POSITION_LIMIT
+        So does that of a row below the trained length, where tables may end that the walk over the graph cannot know.
+        """
+        bucket = context_bucket(length, self.rows)
+        if self.max_positions:
+            bucket = min(bucket, max(length, self.max_positions - seq))
+        if self.trained_length and length <= self.trained_length - seq:
+            bucket = min(bucket, self.trained_length - seq)
+        return bucket
 
     def begin_session(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +13,8 @@ import numpy as np
 
 from mlx_transmuter import ops
 from mlx_transmuter.program import Program, ProgramError
+from mlx_transmuter.program.position_limit import PositionLimit, find_position_limit
+from mlx_transmuter.program.signature import DecoderSignature
 from mlx_transmuter.runtime.program_walk import ProgramWalk, find_last_reads
 from mlx_transmuter.runtime.weight_tree import attach_weights
 
@@ -36,6 +39,11 @@ class ProgramModule(nn.Module):
     def program(self) -> Program:
         """The program that the module runs."""
         return self._program
+
+    @cached_property
+    def position_limit(self) -> PositionLimit | None:
+        """Where the first table ends that positions index; None without one. Raises SignatureError for no decoder."""
+        return find_position_limit(self._program, DecoderSignature.from_program(self._program))
 
     def weights(self) -> dict[str, mx.array]:
         """Returns the arrays of the program's weights by name, as they are now."""

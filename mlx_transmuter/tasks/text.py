@@ -16,6 +16,7 @@ from mlx_transmuter.errors import shorten
 from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.generation.loop import GenerationSteps
 from mlx_transmuter.model import Model, eos_token_ids
+from mlx_transmuter.notices import print_notice_once
 from mlx_transmuter.tasks.results import Piece, TextResult
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
@@ -71,6 +72,7 @@ class TextGeneration:
                 "a tokenizer that finds them",
                 "give eos_token_id",
             )
+        self._printed_notices: set[str] = set()
         self._compiled_batches: dict[int, generation_api.CompiledGeneration] = {}
 
     def __call__(self, prompts: Prompt | Sequence[Prompt], *, seed: int | Sequence[int] | None = None) -> Any:
@@ -80,8 +82,11 @@ class TextGeneration:
         num_return_sequences above 1, each prompt has a list of Results. seed: for sampling, one for all prompts or one
         each; a prompt's text is the same alone and in any batch. Without it each prompt gets a random one.
 
+        A text may go past the length that the model was trained for, and ends where its table of positions does: then
+        its Result has a notice, which is also printed on stderr, each once.
+
         Raises GenerationError for a prompt without tokens, ids outside the vocabulary, or more tokens than the model
-        takes; TokenizerError where text or a chat cannot become tokens.
+        has positions for; TokenizerError where text or a chat cannot become tokens.
         """
         if isinstance(prompts, bytes) or not isinstance(prompts, Sequence | np.ndarray):
             raise GenerationError(
@@ -93,6 +98,8 @@ class TextGeneration:
         if not ids:
             return []
         results = [self._text_result(result) for result in generation_api.run_to_end(self._start_steps(ids, seed))]
+        for result in results:
+            print_notice_once(result.notice, self._printed_notices)
         texts = self.context.settings.num_return_sequences
         grouped = [results[i * texts : i * texts + texts] if texts > 1 else results[i] for i in range(len(ids))]
         return grouped[0] if is_single else grouped
@@ -170,15 +177,15 @@ class TextGeneration:
                 if token is not None:
                     count += 1
                     final += detokenizer.push(token) if detokenizer else ""
-                reason = draft_counts = None
+                reason = draft_counts = notice = None
                 end = len(final) - _stop_prefix_length(final, self.stop_strings)
                 if step.finished[0]:
                     result = self._text_result(generation_api.run_to_end(steps)[0])
                     final, end = result.text, len(result.text)
-                    reason, draft_counts = result.finish_reason, result.draft_counts
+                    reason, draft_counts, notice = result.finish_reason, result.draft_counts, result.notice
                 piece = Piece(final[sent:end])
                 sent = end
-                piece.token, piece.finish_reason, piece.draft_counts = token, reason, draft_counts
+                piece.token, piece.finish_reason, piece.draft_counts, piece.notice = token, reason, draft_counts, notice
                 piece.logprobs = float(step.logprob[0]) if step.logprob is not None and token is not None else None
                 piece.prompt_tokens, piece.generation_tokens = prompt_tokens, count
                 piece.prompt_tps = prompt_tokens / max(first - started, 1e-9)
@@ -197,7 +204,7 @@ class TextGeneration:
         ends = [place for stop in self.stop_strings if (place := text.find(stop)) >= 0]
         logprobs = [token.logprob for token in result.tokens] if self.context.token_logprobs else None
         text = text[: min(ends, default=len(text))]
-        return TextResult(text, tokens, logprobs, result.finish_reason, result.draft_counts)  # type: ignore[arg-type]
+        return TextResult(text, tokens, logprobs, result.finish_reason, result.draft_counts, result.notice)  # type: ignore[arg-type]
 
 
 def _is_single_prompt(prompts: Any) -> bool:

@@ -277,7 +277,8 @@ META = [
     {"cache_mode": "sideways"},
     {"cache_mode": {}},
     {"max_positions": 2**70},
-    {"max_positions": "x"},
+    {"trained_length": 2**70},
+    {"trained_length": "x"},
     {"proof": []},
     {"rewrites": 3},
 ]

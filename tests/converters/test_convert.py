@@ -267,16 +267,17 @@ def test_a_configuration_with_fewer_positions_than_the_proof_decodes_is_ignored(
         toy.onnxruntime_logits(source / "model.onnx", IDS),
         atol=1e-4,
     )
-    assert load_folder(out).decoder.program.metadata["max_positions"] is None
+    assert load_folder(out).decoder.program.metadata["trained_length"] is None
 
 
-@pytest.mark.parametrize(("name", "rows"), [("gpt2", 256), ("opt", 256), ("llama", 256)])
-def test_max_positions_is_at_most_the_rows_of_the_position_table(name, rows, tmp_path):
-    """Whatever the configuration says, no step may read past the table; without a table the configuration holds."""
+@pytest.mark.parametrize(("name", "rows"), [("gpt2", 256), ("opt", 256), ("llama", None)])
+def test_tables_end_rows_whatever_the_configuration_says(name, rows, tmp_path):
+    """No step may read past a table; a configuration alone says only what the model was trained for."""
     source = tmp_path / "source"
     shutil.copytree(FIXTURES / name, source)
     config = json.loads((source / "config.json").read_bytes())
-    config |= {key: 4096 for key in ("n_positions", "n_ctx", "max_position_embeddings") if key in config}
+    config |= {key: 100_000 for key in ("n_positions", "n_ctx", "max_position_embeddings") if key in config}
     (source / "config.json").write_text(json.dumps(config))
-    folder = convert(source, "model.onnx", tmp_path / "out", progress=False)
-    assert load_folder(folder).decoder.program.metadata["max_positions"] == (4096 if name == "llama" else rows)
+    module = load_folder(convert(source, "model.onnx", tmp_path / "out", progress=False)).decoder
+    assert module.program.metadata["trained_length"] == 100_000
+    assert (module.position_limit and module.position_limit.tokens) == rows

@@ -12,6 +12,8 @@ from functools import lru_cache
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.program.position_limit import PositionLimit
+
 LOGITS_SPREAD = 3.0
 
 
@@ -42,6 +44,7 @@ class FakeDecoder:
         vocab: int = 16,
         *,
         max_positions: int | None = None,
+        trained_length: int | None = None,
         by_length: bool = False,
         runs_ahead: bool = False,
         dtype: mx.Dtype = mx.float32,
@@ -49,7 +52,8 @@ class FakeDecoder:
         memory: int = 0,
         supports_drafts: bool = True,
     ):
-        self.rows, self.vocab_size, self.max_positions = rows, vocab, max_positions
+        self.rows, self.vocab_size, self.max_positions, self.trained_length = rows, vocab, max_positions, trained_length
+        self.position_limit = None if max_positions is None else PositionLimit(max_positions, "wpe")
         self.groups_by_length, self.runs_ahead, self.dtype, self.salt = by_length, runs_ahead, dtype, salt
         self.context_length, self.supports_drafts, self.supports_packed_prefill = memory, supports_drafts, False
         self.compilations = 0

@@ -15,7 +15,7 @@ PROMPTS = [[5, 6, 7], [8]]
 
 def compile_model(model, ahead: bool = False, **options) -> generation.CompiledGeneration:
     ctx = generation.context(model, eos_token_id=None, **options)
-    decoder = Decoder(model.decoder, 2 * ctx.settings.rows_per_prompt, max_positions=1024)
+    decoder = Decoder(model.decoder, 2 * ctx.settings.rows_per_prompt)
     begin = decoder.begin_session
 
     def begin_running_ahead(*args, **more):

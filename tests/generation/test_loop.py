@@ -277,7 +277,7 @@ def test_a_row_ends_at_the_last_position():
         ([[3]], [0, 1], "seeds"),
         ([[VOCAB]], [0], "ids from 0 to 15"),
         ([[3, -1]], [0], "ids from 0 to 15"),
-        ([[3] * 9], [0], "8 positions"),
+        ([[3] * 9], [0], "at most 8 tokens, where the model's table of positions ends .wpe."),
     ],
 )
 def test_wrong_prompts_are_an_error_before_anything_runs(prompts, seeds, message):

@@ -162,7 +162,7 @@ def test_prompts_of_different_lengths_share_compiled_steps(loaded, monkeypatch):
 @pytest.mark.usefixtures("compiling")
 def test_speculative_decoding_uses_no_more_memory_and_compiles_few_shapes(loaded):
     model = loaded("llama")
-    decoder = Decoder(model.decoder, 4, max_positions=1024)
+    decoder = Decoder(model.decoder, 4)
     ctx = generation.context(model, max_new_tokens=120, prompt_lookup_num_tokens=7, eos_token_id=None)
     usage = []
     for _ in range(3):

@@ -68,7 +68,6 @@ def test_a_chat_is_its_template_with_one_bos(task, llama):
         ([True], "expected a str"),
         ([384], "384.*ids from 0 to 383"),
         ([-1], "-1.*ids from 0 to 383"),
-        ([5] * 300, "300 tokens.*256 positions"),
     ],
 )
 def test_a_prompt_that_cannot_be_is_one_clear_line(task, prompt, message):
