@@ -43,6 +43,7 @@ def main(request: dict[str, Any]) -> None:
                     progress=request["progress"],
                     base_model=request["base_model"],
                     precision=read_precision(request["precision"]),
+                    max_memory=request["max_bytes"],
                 )
         except TransmuterError as error:
             if os.environ.get("MLX_TRANSMUTER_DEBUG") == "1":

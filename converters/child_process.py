@@ -24,6 +24,7 @@ import mlx.core as mx
 from mlx_transmuter.converters.errors import ConvertError, convert_errors
 from mlx_transmuter.converters.staging import stage_folder
 from mlx_transmuter.errors import TransmuterError
+from mlx_transmuter.memory import usable_memory
 from mlx_transmuter.precision_options import PrecisionOptions
 
 # Set to 1, conversions run in the caller's process: for programs that cannot start another Python.
@@ -51,8 +52,9 @@ def convert(
     base_model: str | None = None,
     precision: PrecisionOptions = PrecisionOptions(),  # noqa: B008 it is frozen
     replace_converted: bool = True,
+    max_memory: int | None = None,
 ) -> Path:
-    """Converts as `pipeline.convert` does, in a process of its own, which has three quarters of the machine's memory.
+    """Converts as `pipeline.convert` does, in a process of its own, which gets no more memory than max_memory.
 
     Raises what that raises, and ConvertError for a child that a signal ended, that had too much memory, or that did not
     go on for half an hour.
@@ -68,6 +70,7 @@ def convert(
             base_model=base_model,
             precision=precision,
             replace_converted=replace_converted,
+            max_memory=max_memory,
         )
     source, out = Path(source), Path(out)
     path = source / file
@@ -82,7 +85,7 @@ def convert(
             "base_model": base_model,
             "precision": asdict(precision),
             "device": mx.default_device().type.name,
-            "max_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 * 3,
+            "max_bytes": max_memory or usable_memory(),
         }
         run_child(request, path)
     return out

@@ -13,6 +13,10 @@ from mlx_transmuter.program.metadata import Cast, FloatActivations, Metadata, Qu
 from mlx_transmuter.program.run_plan import RunPlan
 from mlx_transmuter.program.signature import DecoderSignature
 
+_STREAMED_LINES = (
+    "- the weights, more than the memory of the conversion, were read at each use, and the steps not compiled;",
+)
+
 
 def render_model_card(program: Program, config: dict[str, Any], folder: Path) -> str:
     """Returns the text of the card, from what the conversion recorded in the program's metadata.
@@ -76,6 +80,7 @@ def _proof_lines(metadata: Metadata, plan: RunPlan) -> list[str]:
         f"- prompts of {lengths} tokens in one batch, {proof.steps} steps:"
         f" logits within {proof.error:.1e} of their range (tolerance {proof.tolerance:.0e});",
         *(["- products of float32 were computed in float32, without TF32;"] if multiplies_exactly() else []),
+        *(_STREAMED_LINES if proof.streamed else ()),
         f"- the cache works in the mode `{plan.cache_mode}`;",
         # A rewrite that replaced and skipped nothing found nothing to do.
         *(_rewrite_line(rewrite) for rewrite in metadata.rewrites if rewrite.replaced or rewrite.skipped),

@@ -12,7 +12,9 @@ from mlx_transmuter.converters.passes import GRAPH_REWRITES
 from mlx_transmuter.converters.passes.layers.merge_projections import merge_projections
 from mlx_transmuter.converters.precision import cast_dtype, numeric_effects, quantize
 from mlx_transmuter.converters.proof import proof
+from mlx_transmuter.converters.proof.memory_budget import MemoryBudget
 from mlx_transmuter.converters.proof.plan_search import recordable_errors
+from mlx_transmuter.converters.proof.proof_modules import ProofModules, stream_source
 from mlx_transmuter.converters.proof.staged_weights import StagedWeights
 from mlx_transmuter.converters.proof.tolerances import tolerance
 from mlx_transmuter.converters.proof.trials import (
@@ -25,6 +27,7 @@ from mlx_transmuter.converters.source_graph import SourceGraph, read_source_grap
 from mlx_transmuter.converters.stages import enter_stage
 from mlx_transmuter.converters.staging import stage_folder
 from mlx_transmuter.folder_format import PROGRAM_FILE
+from mlx_transmuter.memory import usable_memory
 from mlx_transmuter.model import load_module
 from mlx_transmuter.precision_options import PrecisionOptions
 from mlx_transmuter.program import Program, save_program
@@ -58,14 +61,17 @@ def convert(
     base_model: str | None = None,
     precision: PrecisionOptions = PrecisionOptions(),  # noqa: B008 it is frozen
     replace_converted: bool = True,
+    max_memory: int | None = None,
 ) -> Path:
     """Converts the ONNX decoder `file` of the folder `source` into the folder `out`, and returns `out`.
 
     `out` is replaced if it is a converted folder, and must be absent or empty otherwise. Until the converted module has
     been proved against the graph, everything lies in a temporary folder beside `out`; whatever ends a conversion, an
     error or Ctrl-C, leaves `out` as it was. progress: whether to show progress on stderr. base_model: the repository
-    that the source is, for the card. precision: what the conversion changes about the graph's numbers.
-    replace_converted: whether it replaces a converted folder that another process put there meanwhile.
+    that the source is, for the card. precision: what the conversion changes about the graph's numbers. max_memory: the
+    bytes that it may take in memory, by default three quarters of what there is; a larger model is proved with its
+    weights read from its files at each use. replace_converted: whether it replaces a converted
+    folder that another process put there meanwhile.
 
     All of it runs in this process; `child_process.convert` does the same in one of its own, whose end harms nobody.
     Raises ConvertError for a file that cannot be converted, for a module that disagrees with the graph, for a full
@@ -74,12 +80,27 @@ def convert(
     source, out = Path(source), Path(out)
     path = source / file
     with convert_errors(path, out), stage_folder(out, path, replace_converted=replace_converted) as folder:
-        fill_folder(folder, source, path, progress=progress, base_model=base_model, precision=precision)
+        fill_folder(
+            folder,
+            source,
+            path,
+            progress=progress,
+            base_model=base_model,
+            precision=precision,
+            max_memory=max_memory or usable_memory(),
+        )
     return out
 
 
 def fill_folder(
-    folder: Path, source: Path, path: Path, *, progress: bool, base_model: str | None, precision: PrecisionOptions
+    folder: Path,
+    source: Path,
+    path: Path,
+    *,
+    progress: bool,
+    base_model: str | None,
+    precision: PrecisionOptions,
+    max_memory: int,
 ) -> None:
     """Writes the conversion of the ONNX file `path` of the folder `source` into the empty folder `folder`, proved.
 
@@ -87,11 +108,13 @@ def fill_folder(
     """
     staged = StagedFolder(folder, StagedWeights(folder, progress=progress))
     graph = read_source_graph(source, path, folder, progress=progress)
+    modules = ProofModules(staged.weights, MemoryBudget(max_memory))
+    modules.budget.check_weights(graph.program, path)
     if precision.quantize:
         quantize.check_not_quantized(graph.program, path)
-    proved, effects = prove_program(staged, graph, precision)
-    program, more_effects = apply_precision(staged, proved, precision, progress=progress)
-    metadata = record_metadata(program, graph, proved, base_model)
+    proved, effects = prove_program(modules, graph, precision)
+    program, more_effects = apply_precision(modules, proved, precision, progress=progress)
+    metadata = record_metadata(program, graph, proved, base_model, streamed=modules.has_streamed)
     program.metadata = metadata | effects | more_effects
     enter_stage("writing the program")
     staged.save(program)
@@ -100,7 +123,7 @@ def fill_folder(
 
 
 def prove_program(
-    staged: StagedFolder, source: SourceGraph, precision: PrecisionOptions
+    modules: ProofModules, source: SourceGraph, precision: PrecisionOptions
 ) -> tuple[ProvedProgram, dict[str, Any]]:
     """Returns the rewritten program that agrees with the source graph, and what to record of float activations."""
     effects: dict[str, Any] = {}
@@ -109,12 +132,13 @@ def prove_program(
         program, effects["float_activations"] = numeric_effects.apply_float_activations(source.program, source.path)
         graph = replace(source, program=program)
     batch = proof.ProofBatch.random(graph.signature.vocab_size, graph.proof_prompt_lengths())
-    trials = GraphTrials(graph.program, graph.path, batch, tolerance(graph.program), staged.weights)
-    proved, arrays = prove_graph_rewrites(trials, _graph_rewrites(precision))
+    writes_weights = not (precision.dtype or precision.quantize)
+    trials = GraphTrials(graph.program, graph.path, batch, tolerance(graph.program), modules, writes_weights)
+    proved = prove_graph_rewrites(trials, _graph_rewrites(precision))
     if precision.float_activations:
-        rounding, rewritten = arrays.module(source.program), arrays.module(proved.program)
+        rounding, rewritten = stream_source(source.program), modules.module(proved.program)
         effects["float_activations"] |= numeric_effects.logit_difference(rounding, rewritten)
-    return prove_pool_rewrites(proved, arrays), effects
+    return prove_pool_rewrites(proved, modules), effects
 
 
 def _graph_rewrites(precision: PrecisionOptions) -> tuple[Any, ...]:
@@ -128,21 +152,21 @@ def _graph_rewrites(precision: PrecisionOptions) -> tuple[Any, ...]:
 
 
 def apply_precision(
-    staged: StagedFolder, proved: ProvedProgram, precision: PrecisionOptions, *, progress: bool
+    modules: ProofModules, proved: ProvedProgram, precision: PrecisionOptions, *, progress: bool
 ) -> tuple[Program, dict[str, Any]]:
     """Returns the program with its dtype and weights as the options say, and what to record of the two."""
     program, effects = proved.program, dict[str, Any]()
     if precision.dtype and not cast_dtype.has_dtype(program, precision.dtype):
-        program, effects["cast"] = numeric_effects.apply_dtype(program, precision.dtype, proved.case, staged.weights)
+        program, effects["cast"] = numeric_effects.apply_dtype(program, precision.dtype, proved.case, modules)
     if precision.quantize:
         program, effects["quantization"] = numeric_effects.apply_quantization(
-            program, precision.quantize, proved.case, staged.weights, progress=progress
+            program, precision.quantize, proved.case, modules, progress=progress
         )
     return program, effects
 
 
 def record_metadata(
-    program: Program, source: SourceGraph, proved: ProvedProgram, base_model: str | None
+    program: Program, source: SourceGraph, proved: ProvedProgram, base_model: str | None, *, streamed: bool
 ) -> dict[str, Any]:
     """Returns what a converted program records of its conversion, but for the effects of precision options."""
     metadata: dict[str, Any] = {
@@ -154,6 +178,7 @@ def record_metadata(
             "tried": recordable_errors(proved.trial_errors),
             "prompts": [len(prompt) for prompt in proved.case.batch.prompts],
             "steps": proof.DECODE_STEPS,
+            **({"streamed": True} if streamed else {}),
         },
     }
     if source.signature.use_cache_branch_input:

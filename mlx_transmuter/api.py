@@ -14,6 +14,7 @@ from typing import Any
 from mlx_transmuter import user_cache
 from mlx_transmuter.folder_format import PROGRAM_FILE, is_converted_file
 from mlx_transmuter.hub import SourceError
+from mlx_transmuter.memory import parse_memory_size
 from mlx_transmuter.model import Model, load_folder
 from mlx_transmuter.notices import print_notice
 from mlx_transmuter.partial_folder import remove_stale_folders
@@ -41,6 +42,7 @@ def convert(
     progress: bool = True,
     quantize: str | Mapping[str, Any] | None = None,
     float_activations: bool = False,
+    max_memory: int | str | None = None,
 ) -> Path:
     """Converts the decoder of a source into the folder `out`, and returns that folder.
 
@@ -63,6 +65,9 @@ def convert(
     `float_activations`: a file that rounds activations to 8 bits (dynamic quantization, QDQ) keeps them in float; its
     products become quantized layers, faster and nearer to the float model. How far its logits move is recorded.
 
+    `max_memory`: the memory that the conversion may take, in bytes or as "6GB"; by default three quarters of what there
+    is. A model that is larger is proved with its weights read from its files at each use, which takes longer.
+
     `out` must be new, empty, or an earlier conversion, which is replaced only when the new one is whole. Raises
     SourceError where the source or `out` is not what it should be, ConvertError where the file cannot be converted (or
     quantized), PrecisionError for an option that there is none of; `out` is left as it was.
@@ -71,6 +76,7 @@ def convert(
     options = replace(options, float_activations=float_activations)
     if quantize is not None:
         options = replace(options, quantize=Quantization.of(quantize))
+    memory = None if max_memory is None else parse_memory_size(max_memory)
     out = as_path(out, "out", SourceError, "the folder to write")
     resolved_source, file = find_source(source, file, revision, dtype)
     if PROGRAM_FILE in resolved_source.file_names:
@@ -81,7 +87,15 @@ def convert(
         )
     name = choose_decoder_file(resolved_source, file, dtype, progress)
     folder = fetch_model_files(resolved_source, name, progress)
-    return _import_converter()(folder, name, out, progress=progress, base_model=resolved_source.repo, precision=options)
+    return _import_converter()(
+        folder,
+        name,
+        out,
+        progress=progress,
+        base_model=resolved_source.repo,
+        precision=options,
+        max_memory=memory,
+    )
 
 
 def load(

@@ -19,6 +19,7 @@ ARROWS: dict[str, set[str]] = {
     "git_lfs": set(),
     "folder_format": {"git_lfs"},
     "partial_folder": set(),
+    "memory": set(),
     "precision_options": set(),
     "path_arguments": set(),
     "user_cache": {"folder_format", "partial_folder"},
@@ -32,16 +33,16 @@ ARROWS: dict[str, set[str]] = {
     "tasks": {"program", "notices", "tokenizer", "model", "generation"},
     "converters": {
         *("program", "git_lfs", "folder_format", "partial_folder", "precision_options", "notices", "cache", "tokenizer"),
-        *("ops", "runtime", "model"),
+        *("ops", "runtime", "model", "memory"),
     },
     "hub": {"folder_format", "notices", "user_cache"},
     "sources": {"folder_format", "notices", "path_arguments", "precision_options", "hub"},
     "api": {
         *("program", "folder_format", "notices", "partial_folder", "path_arguments", "precision_options", "user_cache"),
-        *("model", "hub", "sources", "converters"),
+        *("memory", "model", "hub", "sources", "converters"),
     },
     "cli": {
-        "program", "notices", "precision_options", "tokenizer", "model", "generation", "tasks", "hub", "sources", "api"
+        "program", "notices", "precision_options", "memory", "tokenizer", "model", "generation", "tasks", "hub", "sources", "api"
     },
     # What a user imports: the names of all of them.
     "__init__": {"generation", "api", "model", "tasks"},

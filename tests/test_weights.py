@@ -32,7 +32,7 @@ def program(items: dict[str, mx.array]) -> Program:
 
 
 def save(folder, items: dict[str, mx.array], **options) -> None:
-    weights.save(folder, [(name, array.nbytes, lambda array=array: array) for name, array in items.items()], **options)
+    weights.save(folder, [weights.StoredWeight.of_array(*item) for item in items.items()], **options)
 
 
 def are_equal_arrays(actual: dict[str, mx.array], expected: dict[str, mx.array]) -> bool:
@@ -80,21 +80,35 @@ def test_shards_are_read_by_other_tools(tmp_path):
     }
 
 
-def test_one_shard_at_a_time_is_in_memory(tmp_path):
+def test_one_array_at_a_time_is_in_memory(tmp_path):
     most = 0
 
-    def item():
+    def rows():
         nonlocal most
-        array = mx.zeros((2**16,))
-        mx.eval(array)
-        most = max(most, mx.get_active_memory())
-        return array
+        for _ in range(4):
+            array = mx.zeros((2**16,))
+            mx.eval(array)
+            most = max(most, mx.get_active_memory())
+            yield array
 
     mx.clear_cache()
     before = mx.get_active_memory()
-    count, size = 12, 2**18
-    weights.save(tmp_path, [(f"w{i}", size, item) for i in range(count)], shard_bytes=2 * size)
-    assert most - before <= 3 * size  # a shard of two, and the one being read
+    stored = [weights.StoredWeight(f"w{i}", mx.float32, (2**18,), rows) for i in range(3)]
+    weights.save(tmp_path, stored)
+    assert most - before <= 3 * 2**18  # the one that is written, its bytes, and the next
+    assert (tmp_path / "model.safetensors").stat().st_size > 3 * 2**20
+
+
+def test_each_array_is_aligned_to_its_elements(tmp_path):
+    """What maps the file reads them in place."""
+    save(tmp_path, arrays())
+    data = (tmp_path / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8 : 8 + length])
+    for name, array in arrays().items():
+        begin, end = entries[name]["data_offsets"]
+        assert (8 + length + begin) % array.itemsize == 0
+        assert end - begin == array.nbytes
 
 
 def test_an_empty_program_has_an_empty_file(tmp_path):

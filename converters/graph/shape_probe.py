@@ -62,7 +62,11 @@ class ShapeProbe:
             return None
         if previous is not None and previous.inputs != program.inputs:
             previous = None
-        zeros = {name: mx.zeros(w.shape, ops.device_dtype(w.dtype)) for name, w in program.weights.items()}
+        # Each is a view of one element: an operator may evaluate a weight, or a view of it.
+        zeros = {
+            name: mx.broadcast_to(mx.zeros((), ops.device_dtype(weight.dtype)), weight.shape)
+            for name, weight in program.weights.items()
+        }
         module = ProgramModule(program, zeros)
         earlier = previous.step_values if previous else [None] * len(PROBE_SIZES)
         try:

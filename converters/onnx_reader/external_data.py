@@ -24,7 +24,8 @@ def external_data_reader(
     """
     entries = {entry.key: entry.value for entry in proto.external_data}
     location = entries.get("location", "")
-    path = locate_external_data(location, file, name)
+    # Data in the ONNX file itself: see inline_data.py.
+    path = file if location == file.name else locate_external_data(location, file, name)
     try:
         offset = int(entries.get("offset") or 0)
         length = int(entries.get("length") or byte_count)

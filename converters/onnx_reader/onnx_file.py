@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError, Message
 from onnx import ModelProto
 
 from mlx_transmuter.converters.errors import ConvertError
+from mlx_transmuter.converters.onnx_reader.inline_data import read_without_data
 from mlx_transmuter.git_lfs import check_not_lfs_pointer
 
 _DOWNLOAD_AGAIN = "download the file again"
@@ -22,7 +23,7 @@ def load_onnx_file(file: Path) -> ModelProto:
         raise ConvertError(file, "no such file", "an ONNX model")
     check_not_lfs_pointer(file, ConvertError)
     try:
-        model = onnx.load_model(str(file), load_external_data=False)
+        model = _parse_model(file)
     except (DecodeError, ValueError, UnicodeDecodeError, RuntimeError) as error:
         found = f"{file.stat().st_size} bytes that are no ONNX model ({error})"
         raise ConvertError(file, found, "a complete ONNX file", _DOWNLOAD_AGAIN) from None
@@ -32,6 +33,15 @@ def load_onnx_file(file: Path) -> ModelProto:
         if isinstance(text, bytes):  # protobuf's form of a text field that is not UTF-8
             raise ConvertError(file, f"the name {text!r}", "names in UTF-8", _DOWNLOAD_AGAIN)
     return model
+
+
+def _parse_model(file: Path) -> ModelProto:
+    """Returns the model with large data of its tensors left in the file. Raises what protobuf and ONNX raise."""
+    try:
+        message = read_without_data(file)
+    except ValueError:  # no protobuf message, or one of ONNX's other formats
+        return onnx.load_model(str(file), load_external_data=False)
+    return ModelProto.FromString(message)
 
 
 def _text_fields(message: Message) -> Iterator[str | bytes]:

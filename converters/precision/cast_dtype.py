@@ -61,14 +61,14 @@ def has_dtype(program: Program, dtype: str) -> bool:
 
 
 def cast_tensor(source: LazyTensor, dtype: str, name: str, path: Path, clip: bool = False) -> LazyTensor:
-    """Returns the tensor in another float type, read and rounded when it is asked for.
+    """Returns the tensor in another float type, read and rounded row by row when it is asked for.
 
     Reading it raises ConvertError for numbers beyond the type's range. clip: these become the type's largest instead,
     as in a mask.
     """
 
-    def read() -> np.ndarray:
-        floats, device_dtype = source.to_device(), ops.device_dtype(dtype)
+    def cast_rows(rows: np.ndarray) -> np.ndarray:
+        floats, device_dtype = ops.to_device(rows), ops.device_dtype(dtype)
         if clip:
             info = mx.finfo(device_dtype)
             floats = mx.where(mx.isfinite(floats), mx.clip(floats, info.min, info.max), floats)
@@ -79,7 +79,7 @@ def cast_tensor(source: LazyTensor, dtype: str, name: str, path: Path, clip: boo
             return np.array(rounded.view(mx.uint16)).view(np.dtype("bfloat16"))
         return np.array(rounded)
 
-    return LazyTensor(dtype, source.shape, read)
+    return source.map_rows(dtype, cast_rows)
 
 
 def _with_tensors(program: Program, tensors: dict[str, LazyTensor], **fields) -> Program:

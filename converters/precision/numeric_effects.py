@@ -14,7 +14,7 @@ from mlx_transmuter.converters.passes.simplify.select_cache_branch import select
 from mlx_transmuter.converters.precision import cast_dtype, quantize
 from mlx_transmuter.converters.proof import proof
 from mlx_transmuter.converters.proof.proof import ProofBatch, ProofCase
-from mlx_transmuter.converters.proof.staged_weights import SharedArrays, StagedWeights
+from mlx_transmuter.converters.proof.proof_modules import ProofModules, stream_source
 from mlx_transmuter.converters.proof.tolerances import TOLERANCES
 from mlx_transmuter.converters.stages import enter_stage
 from mlx_transmuter.notices import print_notice
@@ -38,8 +38,7 @@ def apply_float_activations(source: Program, path: Path) -> tuple[Program, dict[
         raise ConvertError(path, found, "a file that rounds them: dynamic 8-bit, or QDQ", "convert it as it is")
     if branch:
         # Before the change: after it, what the change does and what the branches do could not be told apart.
-        arrays = SharedArrays({}, {})
-        error, tolerance = logit_difference(arrays.module(source), arrays.module(graph))["error"], TOLERANCES["dynamic"]
+        error, tolerance = logit_difference(stream_source(source), stream_source(graph))["error"], TOLERANCES["dynamic"]
         if error > tolerance:
             raise ConvertError(
                 path,
@@ -59,9 +58,7 @@ def logit_difference(source: ProgramModule, module: ProgramModule) -> dict[str, 
     return {"error": proof.logit_error(logits, reference), "divergence": proof.kl_divergence(logits, reference)}
 
 
-def apply_dtype(
-    program: Program, dtype: str, case: ProofCase, weights: StagedWeights
-) -> tuple[Program, dict[str, Any]]:
+def apply_dtype(program: Program, dtype: str, case: ProofCase, modules: ProofModules) -> tuple[Program, dict[str, Any]]:
     """Returns the program in another float type, its weights written, and what to record: how far its logits are off.
 
     Raises ConvertError where they are further off than that type allows.
@@ -69,8 +66,8 @@ def apply_dtype(
     enter_stage(f"casting the graph to {dtype}")
     program = cast_dtype.cast_program(program, dtype, case.path)
     tolerance = max(case.tolerance, TOLERANCES[dtype])
-    weights.save(program)
-    error = case.error(weights.load().module(program))
+    modules.staged.save(program)
+    error = case.error(modules.module(program))
     if error > tolerance:
         raise ConvertError(
             case.path,
@@ -82,7 +79,7 @@ def apply_dtype(
 
 
 def apply_quantization(
-    program: Program, quantization: Quantization, case: ProofCase, weights: StagedWeights, *, progress: bool
+    program: Program, quantization: Quantization, case: ProofCase, modules: ProofModules, *, progress: bool
 ) -> tuple[Program, dict[str, Any]]:
     """Returns the program with its layers quantized, its weights written, and what to record.
 
@@ -91,8 +88,8 @@ def apply_quantization(
     """
     enter_stage(f"quantizing the graph, {quantization.name}")
     program, unquantized = quantize.quantize_layers(program, quantization, case.path)
-    weights.save(program)
-    logits = case.logits(weights.load().module(program))
+    modules.staged.save(program)
+    logits = case.logits(modules.module(program))
     error = proof.logit_error(logits, case.reference)
     if error == math.inf:
         raise ConvertError(

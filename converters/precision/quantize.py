@@ -1,6 +1,6 @@
 """Quantization in a conversion: linear layers and embeddings of a float program become MLX's quantized ones.
 
-Each weight is read, quantized and checked by itself when it is saved, so that no more than one is in memory in floats.
+Some rows of a weight at a time are read, quantized and checked when it is saved: no more of it is in memory in floats.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_transmuter import ops
 from mlx_transmuter.converters.errors import ConvertError
@@ -97,8 +98,8 @@ def _quantized_arrays(layer: str, weight: LazyTensor, bits: int, group_size: int
     dtype = "float16" if weight.dtype == "float16" else "float32"
     *rows, columns = weight.shape
 
-    def quantize() -> tuple[mx.array, ...]:
-        floats = weight.to_device().astype(ops.device_dtype(dtype))
+    def quantize_rows(rows: np.ndarray) -> tuple[mx.array, ...]:
+        floats = ops.to_device(rows).astype(ops.device_dtype(dtype))
         quantized = mx.quantize(floats, group_size=group_size, bits=bits)
         if not is_within_rounding_bound(floats, *quantized, bits):
             raise ConvertError(
@@ -108,6 +109,10 @@ def _quantized_arrays(layer: str, weight: LazyTensor, bits: int, group_size: int
                 "quantize to more bits, or convert the model in floats",
             )
         return quantized
+
+    def quantize() -> tuple[mx.array, ...]:
+        parts = zip(*map(quantize_rows, weight.rows()), strict=True)
+        return tuple(mx.concatenate(list(part)).reshape(*rows, -1) for part in parts)
 
     read_weight, read_scales, read_biases = shared_readers(quantize, 3)
     return {

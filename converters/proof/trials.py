@@ -14,9 +14,9 @@ from mlx_transmuter.converters.passes.simplify.select_cache_branch import select
 from mlx_transmuter.converters.proof.contradictions import find_contradiction
 from mlx_transmuter.converters.proof.plan_search import candidate_plans, first_agreeing_plan
 from mlx_transmuter.converters.proof.proof import ProofBatch, ProofCase
+from mlx_transmuter.converters.proof.proof_modules import ProofModules, stream_source
 from mlx_transmuter.converters.proof.reference import Reference, UnrewrittenGraph
 from mlx_transmuter.converters.proof.rewrite_search import REWRITE_ERRORS, RewriteSearch
-from mlx_transmuter.converters.proof.staged_weights import SharedArrays, StagedWeights
 from mlx_transmuter.program import Program
 from mlx_transmuter.program.signature import CACHE_INDEX_INPUT, LOGIT_INDICES_INPUT, DecoderSignature
 
@@ -54,60 +54,52 @@ class ProvedProgram:
 class GraphTrials:
     """The trials of rewrites that leave the graph's past and present.
 
-    The weights of the first program are written; the graph, whose logits are the reference, and the programs after it
-    run over them. arrays: those of the last program that was tried.
+    The graph, whose logits are the reference, reads the weights of its file where it uses them. The weights of the
+    first program after it are written, and it runs over what was written; other programs run over weights of the file.
+    modules: makes the modules of the programs. writes_weights: False where the weights that a conversion writes are
+    others.
     """
 
     graph: Program
     path: Path
     batch: ProofBatch
     tolerance: float
-    staged: StagedWeights
+    modules: ProofModules
+    writes_weights: bool = True
     eager: bool = False
     reference: Reference | None = None
     errors: PlanErrors = field(default_factory=dict)  # of the last program that was tried
-    _arrays: SharedArrays | None = None
-
-    @property
-    def arrays(self) -> SharedArrays:
-        if self._arrays is None:
-            self._arrays = self.staged.load()
-        return self._arrays
 
     def try_program(self, program: Program, records: list[RewriteRecord]) -> PlanTrial | None:
         """Returns the case, for one of the plans, with which the program agrees, or None."""
         try:
             signature = DecoderSignature.from_program(program)
-            if self.reference is None:
-                self.staged.save(program)
         except REWRITE_ERRORS:
             return None
+        is_first = self.reference is None
         reference = self.reference or self.compute_reference(records)
         try:
-            module = self.arrays.module(program)
+            if is_first and self.writes_weights:
+                self.modules.staged.save(program)
+            module = self.modules.module(program)
             plans = candidate_plans(program, signature, token_by_token=reference.token_by_token)
         except REWRITE_ERRORS:
             return None
         cases = [ProofCase(self.path, self.batch, reference.logits, self.tolerance, plan) for plan in plans]
         case, self.errors = first_agreeing_plan(module, cases)
-        # The arrays of a program that disagrees are given up: another one may need others.
-        self._arrays = SharedArrays.of(module) if case else None
         return PlanTrial(case, self.errors) if case else None
 
     def runs_as_the_graph(self, start: Program) -> bool:
         """Returns whether the program, as yet without rewrites, gives the reference: if not, no rewrites of it do."""
         if self.reference is None:  # no rewrites could be applied to it
             return False
-        graph = UnrewrittenGraph(self.arrays.module(start), DecoderSignature.from_program(start), self.eager, self.path)
-        return graph.agrees(self.batch, self.reference.logits, self.tolerance)
+        return self._unrewritten_graph(start).agrees(self.batch, self.reference.logits, self.tolerance)
 
     def compute_reference(self, records: list[RewriteRecord]) -> Reference:
-        """Returns the reference, computed over the written weights. What it raises is the graph's own fault."""
+        """Returns the reference, computed over the file's weights. What it raises is the graph's own fault."""
         self.eager = had_data_dependent_shapes(records)
-        signature = DecoderSignature.from_program(self.graph)
-        graph = UnrewrittenGraph(self.arrays.module(self.graph), signature, self.eager, self.path)
         try:
-            self.reference = graph.reference(self.batch, self.tolerance)
+            self.reference = self._unrewritten_graph(self.graph).reference(self.batch, self.tolerance)
         except ConvertError:
             self.raise_contradiction()
             raise
@@ -115,9 +107,7 @@ class GraphTrials:
 
     def raise_contradiction(self) -> None:
         """Raises ConvertError where the unrewritten graph contradicts its own declarations or steps."""
-        signature = DecoderSignature.from_program(self.graph)
-        graph = UnrewrittenGraph(self.arrays.module(self.graph), signature, self.eager, self.path)
-        reference = self.reference
+        graph, reference = self._unrewritten_graph(self.graph), self.reference
         whole_prompts = None if reference is None or reference.token_by_token else reference.logits
         contradiction = find_contradiction(graph, self.batch, whole_prompts, self.tolerance)
         if contradiction is not None:
@@ -129,9 +119,13 @@ class GraphTrials:
                 contradiction.node,
             )
 
+    def _unrewritten_graph(self, program: Program) -> UnrewrittenGraph:
+        module, signature = stream_source(program), DecoderSignature.from_program(program)
+        return UnrewrittenGraph(module, signature, self.eager, self.path)
 
-def prove_graph_rewrites(trials: GraphTrials, rewrites: tuple[Rewrite, ...]) -> tuple[ProvedProgram, SharedArrays]:
-    """Returns the graph after as many of the `rewrites`, which leave its past and present, as agree, and its arrays.
+
+def prove_graph_rewrites(trials: GraphTrials, rewrites: tuple[Rewrite, ...]) -> ProvedProgram:
+    """Returns the graph after as many of the `rewrites`, which leave its past and present, as agree.
 
     Of a merged decoder this is the branch with a cache alone, if it gives what both give. Raises ConvertError where no
     rewrites and no plan agree: of the file, where it contradicts itself, else of its conversion.
@@ -145,11 +139,10 @@ def prove_graph_rewrites(trials: GraphTrials, rewrites: tuple[Rewrite, ...]) -> 
             agreeing = search.leave_out_wrong(rewrites)
         if agreeing is not None:
             (case, errors), records = agreeing.result, agreeing.all_records(rewrites)
-            return ProvedProgram(agreeing.program, records, case, errors), trials.arrays
+            return ProvedProgram(agreeing.program, records, case, errors)
     if trials.reference is None:  # nothing could be built of the graph: this raises what is wrong with it
         program, records = apply_rewrites(trials.graph, ())
         DecoderSignature.from_program(program)
-        trials.staged.save(program)
         trials.compute_reference(records)
     trials.raise_contradiction()
     errors = ", ".join(f"{plan}: {error}" for plan, error in trials.errors.items())
@@ -161,7 +154,7 @@ def prove_graph_rewrites(trials: GraphTrials, rewrites: tuple[Rewrite, ...]) -> 
     )
 
 
-def prove_pool_rewrites(proved: ProvedProgram, arrays: SharedArrays) -> ProvedProgram:
+def prove_pool_rewrites(proved: ProvedProgram, modules: ProofModules) -> ProvedProgram:
     """Returns the program over pools, with as many of POOL_REWRITES as agree. The plan stays that of the graph.
 
     Of a program whose cache stays as it was only the last logits are computed.
@@ -173,7 +166,7 @@ def prove_pool_rewrites(proved: ProvedProgram, arrays: SharedArrays) -> ProvedPr
         if not form:  # the program is taken as it was
             return 0.0
         try:
-            error = case.error(arrays.module(program))
+            error = case.error(modules.module(program))
         except Exception:  # whatever it raises, it does not run
             error = math.inf
         errors[form] = error

@@ -115,6 +115,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--float-activations", action="store_true",
         help="an 8-bit file (dynamic or QDQ) keeps its activations in float: faster, with other rounding errors",
     )  # fmt: skip
+    convert.add_argument(
+        "--max-memory", type=_parse_memory, metavar="SIZE",
+        help="memory that the conversion may take, as 6GB (default: three quarters of what there is); a larger model "
+        "is proved with its weights read at each use, which takes longer",
+    )  # fmt: skip
 
     inspect = command("inspect", "print a model's cache mode, inputs, operators, size and rewrites")
     inspect.add_argument("source", nargs="?", type=_parse_name, metavar="SOURCE", help="the same as --model")
@@ -278,3 +283,12 @@ def _parse_dtype(text: str) -> str:
     if text not in (*FILE_DTYPES, *FLOAT_DTYPES):
         raise argparse.ArgumentTypeError(f"{text!r} is none of {' '.join((*FILE_DTYPES, *FLOAT_DTYPES))}")
     return text
+
+
+def _parse_memory(text: str) -> int:
+    from mlx_transmuter.memory import MemorySizeError, parse_memory_size
+
+    try:
+        return parse_memory_size(text)
+    except MemorySizeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

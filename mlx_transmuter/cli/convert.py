@@ -22,6 +22,7 @@ def run(args: argparse.Namespace) -> int:
         revision=args.revision,
         quantize=_quantization_spec(args),
         float_activations=args.float_activations,
+        max_memory=args.max_memory,
     )
     program = load_module(out).program  # its weights are not read
     if proof := Metadata(program.metadata).proof:

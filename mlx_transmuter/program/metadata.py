@@ -34,7 +34,7 @@ class ProofSummary:
     """How far logits were from those of the unrewritten graph, relative to their range, and how far they could be.
 
     tried: the error of each plan and form that was tried, or why it cannot run. prompts: the lengths of the prompts.
-    steps: how many tokens followed each.
+    steps: how many tokens followed each. streamed: whether weights were read at each use, for lack of memory.
     """
 
     error: float
@@ -42,6 +42,7 @@ class ProofSummary:
     tried: dict[str, Any]
     prompts: list[int]
     steps: int
+    streamed: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -14,38 +16,86 @@ from mlx_transmuter.git_lfs import check_not_lfs_pointer
 from mlx_transmuter.program import Program, ProgramError
 
 MAX_SHARD_BYTES = 5 * 2**30
+_SAFETENSORS_DTYPES = {
+    mx.bool_: "BOOL",
+    mx.int8: "I8",
+    mx.uint8: "U8",
+    mx.int16: "I16",
+    mx.uint16: "U16",
+    mx.int32: "I32",
+    mx.uint32: "U32",
+    mx.int64: "I64",
+    mx.uint64: "U64",
+    mx.float16: "F16",
+    mx.bfloat16: "BF16",
+    mx.float32: "F32",
+    mx.complex64: "C64",
+}
 
 
-def save(
-    folder: Path, items: Iterable[tuple[str, int, Callable[[], mx.array]]], shard_bytes: int = MAX_SHARD_BYTES
-) -> None:
-    """Writes the arrays of `items` (name, bytes, a function that returns the array) to `folder`.
+class StoredWeight(NamedTuple):
+    """A weight to write. rows: yields its elements in their order, in arrays of its dtype and of any shapes."""
 
-    At most one shard's arrays are in memory at a time. An empty program has an empty file.
-    """
-    shards: list[list[tuple[str, int, Callable[[], mx.array]]]] = [[]]
+    name: str
+    dtype: mx.Dtype
+    shape: tuple[int, ...]
+    rows: Callable[[], Iterable[mx.array]]
+
+    @staticmethod
+    def of_array(name: str, array: mx.array) -> StoredWeight:
+        """Returns the weight with the elements of an array."""
+        return StoredWeight(name, array.dtype, tuple(array.shape), lambda: [array])
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.size
+
+
+def save(folder: Path, stored: Iterable[StoredWeight], shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Writes the weights to `folder`, in their order and one array at a time. An empty program has an empty file."""
+    shards: list[list[StoredWeight]] = [[]]
     filled = 0
-    for item in items:
-        if shards[-1] and filled + item[1] > shard_bytes:
+    for weight in stored:
+        if shards[-1] and filled + weight.nbytes > shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(item)
-        filled += item[1]
+        shards[-1].append(weight)
+        filled += weight.nbytes
     names = (
         [WEIGHTS_FILE]
         if len(shards) == 1
         else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     )
-    file_of_weight = {}
     for file, shard in zip(names, shards, strict=True):
-        arrays = {name: read() for name, _, read in shard}
-        write_safetensors(folder / file, arrays, {"format": "mlx"})
-        file_of_weight |= dict.fromkeys(arrays, file)
-        del arrays  # before the next shard is read
+        _write_shard(folder / file, shard)
     if len(shards) > 1:
-        total = sum(size for shard in shards for _, size, _ in shard)
+        total = sum(weight.nbytes for shard in shards for weight in shard)
+        file_of_weight = {weight.name: file for file, shard in zip(names, shards, strict=True) for weight in shard}
         index = {"metadata": {"total_size": total}, "weight_map": file_of_weight}
         (folder / WEIGHTS_INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def _write_shard(path: Path, stored: Sequence[StoredWeight]) -> None:
+    """Writes a file of safetensors. Larger elements come first in it, so that each array is aligned."""
+    header: dict[str, dict] = {"__metadata__": {"format": "mlx"}}
+    end = 0
+    for weight in sorted(stored, key=lambda weight: -weight.dtype.size):
+        begin, end = end, end + weight.nbytes
+        dtype = _SAFETENSORS_DTYPES[weight.dtype]
+        header[weight.name] = {"dtype": dtype, "shape": weight.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for weight in stored:
+            begin, end = (8 + len(text) + offset for offset in header[weight.name]["data_offsets"])
+            file.seek(begin)
+            for rows in weight.rows():
+                assert rows.dtype == weight.dtype, f"rows of {rows.dtype} of {weight.name}"
+                elements: Any = mx.contiguous(rows).reshape(-1).view(mx.uint8)
+                file.write(memoryview(elements))
+            assert file.tell() == end, f"{file.tell() - begin} bytes of {weight.name}"
 
 
 def write_safetensors(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str]) -> None:

@@ -65,7 +65,7 @@ class Decoder:
         step_inputs = StepInputs.from_program(program, self.signature, max_positions=self.max_positions)
         self.graph = DecoderGraph(module, step_inputs, self.pool_specs, self.plan.row_by_row, self.max_window)
         self.vocab_size = self.signature.vocab_size
-        self._compiled_steps: dict[Step, CompiledFunction] = {}
+        self._compiled_steps: dict[Step, Callable[[Any], Any]] = {}
         mx.eval(module.parameters())  # a captured weight that was never evaluated would be computed anew at each call
 
     @property
@@ -196,7 +196,8 @@ class Decoder:
             raise
 
     def compile_once(self, step: Step) -> Callable[[Any], Any]:
-        """Returns the compiled function of a step, built at its first use."""
+        """Returns the function of a step, built at its first use and compiled, where the module can be."""
         if step not in self._compiled_steps:
-            self._compiled_steps[step] = CompiledFunction(step.build(self.graph))
+            function = step.build(self.graph)
+            self._compiled_steps[step] = CompiledFunction(function) if self.module.is_compilable else function
         return self._compiled_steps[step]

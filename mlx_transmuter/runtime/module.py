@@ -25,7 +25,11 @@ class ProgramModule(nn.Module):
     Its parameters are the graph's weights under the names of the exporter's scopes
     (`model.layers.0.self_attn.q_proj.weight`) and its projections are `nn.Linear`, so `nn.quantize`, `tree_flatten` and
     the like work on it. It is called with the graph's inputs by name and returns a dict of its outputs by name.
+
+    is_compilable: whether a call may be traced by mx.compile.
     """
+
+    is_compilable = True
 
     def __init__(self, program: Program, weights: dict[str, mx.array]):
         """`weights`: name -> array for each of `program.weights`. Raises ProgramError where the two differ."""
@@ -69,10 +73,13 @@ class ProgramModule(nn.Module):
             raise ProgramError(where, f"no input {', '.join(missing)}", "every input of the graph", "give it")
         if unknown := sorted(inputs.keys() - names):
             raise ProgramError(where, f"an input {', '.join(unknown)}", f"only {', '.join(sorted(names))}")
-        leaves = self._leaves()
-        walk = ProgramWalk(leaves | inputs, set(leaves), self._last_reads_by_node, eager)
+        walk = self._make_walk(inputs, eager)
         walk.run(self._program)
         return {value.name: walk.device_value(value.name) for value in self._program.outputs}
+
+    def _make_walk(self, inputs: dict[str, mx.array | np.ndarray], eager: bool) -> ProgramWalk:
+        leaves = self._leaves()
+        return ProgramWalk(leaves | inputs, set(leaves), self._last_reads_by_node, eager)
 
     def _leaves(self) -> dict[str, Any]:
         """Returns the weights and layers by name, as they are now."""

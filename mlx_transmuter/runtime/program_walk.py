@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -30,7 +30,9 @@ class ProgramWalk:
 
     values: the values so far, by name. input_independent_names: the device values that depend on no input, which the
     host can therefore have too. last_reads: see find_last_reads. eager: whether the host may wait for any value of the
-    device. device_copies: the device copies of values on the host.
+    device. read_leaf: returns a weight or layer that is not among the values, for the first node that reads it; each
+    node is then evaluated before the next, in branches too, so that a leaf is in memory from its first to its last
+    read. device_copies: the device copies of values on the host.
     """
 
     def __init__(
@@ -39,18 +41,22 @@ class ProgramWalk:
         input_independent_names: set[str],
         last_reads: dict[int, list[str]],
         eager: bool = False,
+        read_leaf: Callable[[str], Any] | None = None,
     ):
         self.values, self.input_independent_names = values, input_independent_names
-        self.last_reads, self.eager = last_reads, eager
+        self.last_reads, self.eager, self.read_leaf = last_reads, eager, read_leaf
         self.device_copies: dict[str, mx.array] = {}
 
     def run(self, program: Program) -> None:
         """Computes every node of the program."""
         self.values.update(program.constants)
         for node in program.nodes:
-            for name, result in zip(node.outputs, self.run_node(node), strict=False):
+            results = self.run_node(node)
+            for name, result in zip(node.outputs, results, strict=False):
                 if name:
                     self.values[name] = result
+            if self.read_leaf is not None:
+                mx.eval([result for result in results if isinstance(result, mx.array | list)])
             for name in self.last_reads.get(id(node), ()):
                 self.values.pop(name, None)
                 self.device_copies.pop(name, None)
@@ -65,7 +71,7 @@ class ProgramWalk:
                 raise ops.OperatorError(found, "an attribute that the operator has")
             reads = list(node.all_inputs())
             is_input_independent = all(
-                name in self.input_independent_names or isinstance(self.values[name], np.ndarray) for name in reads
+                name in self.input_independent_names or isinstance(self._value(name), np.ndarray) for name in reads
             )
             attributes = self._attributes(operator, node, is_input_independent)
             results = self._run_on_host(operator, node, reads, attributes)
@@ -95,10 +101,9 @@ class ProgramWalk:
         """Returns the results of a node whose inputs are all on the host as numpy arrays; None for what is too large
         for the host.
         """
-        inputs = [self.values[name] for name in reads]
-        if not all(isinstance(value, np.ndarray) for value in inputs):
-            return None
-        if sum(value.size for value in inputs) > MAX_HOST_ELEMENTS:
+        arrays = [value for name in reads if isinstance(value := self.values.get(name), np.ndarray)]
+        # A leaf that is still to be read is none of the values, and none of the host.
+        if len(arrays) < len(reads) or sum(array.size for array in arrays) > MAX_HOST_ELEMENTS:
             return None
         with mx.stream(mx.cpu):
             results = _run(operator, node, self._arguments(operator, node), attributes)
@@ -116,16 +121,22 @@ class ProgramWalk:
         for number, name in enumerate(node.inputs):
             if not name:
                 yield None
-            elif number in operator.host_if_known_inputs and isinstance(self.values[name], np.ndarray):
-                yield self.values[name]
+            elif number in operator.host_if_known_inputs and isinstance(self._value(name), np.ndarray):
+                yield self._value(name)
             elif number in operator.host_inputs or (operator.host_variadic_inputs and number >= declared):
                 yield self.host_value(name, operator.input_name(number))
             else:
                 yield self.device_value(name)
 
+    def _value(self, name: str) -> Any:
+        """Returns the value as it is, read now where it is a leaf that no node has read yet."""
+        if self.read_leaf is not None and name not in self.values:
+            self.values[name] = self.read_leaf(name)
+        return self.values[name]
+
     def host_value(self, name: str, parameter: str) -> np.ndarray:
         """Returns the value as numpy. Raises OperatorError for one that is known only when the step runs."""
-        value = self.values[name]
+        value = self._value(name)
         if isinstance(value, mx.array):
             if name not in self.input_independent_names and not self.eager:
                 raise ops.OperatorError(
@@ -138,7 +149,7 @@ class ProgramWalk:
 
     def device_value(self, name: str) -> Any:
         """Returns the value as an `mx.array`; layers and sequences as they are."""
-        value = self.values[name]
+        value = self._value(name)
         if not isinstance(value, np.ndarray):
             return value
         if name not in self.device_copies:
@@ -157,12 +168,13 @@ class ProgramWalk:
             walk = ProgramWalk(
                 self.values | dict(zip(names, inputs, strict=True)),
                 self.input_independent_names | set(names if is_input_independent else ()),
-                {},
+                {} if self.read_leaf is None else find_last_reads(program),
                 self.eager,
+                self.read_leaf,
             )
             walk.device_copies = {name: copy for name, copy in self.device_copies.items() if name not in names}
             walk.run(program)
-            return [walk.values[value.name] for value in program.outputs]
+            return [walk._value(value.name) for value in program.outputs]
 
         return call
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_transmuter import ops
-from mlx_transmuter.program import Program, ProgramError
+from mlx_transmuter.program import Program, ProgramError, WeightInfo
 from mlx_transmuter.program.layer_arrays import array_name, array_owner
 
 # No exporter nests scopes deeper.
@@ -43,6 +44,25 @@ def attach_weights(root: nn.Module, program: Program, weights: dict[str, mx.arra
         leaves[path][array] = weights[name]
     _attach_leaves(root, leaves)
     return {name: _find_leaf(root, name) for name in (*leaves, *owners)}
+
+
+def read_leaf(name: str, program: Program, read_weight: Callable[[str], mx.array]) -> Any:
+    """Returns the weight or the layer of that name, which is no part of a tree, its arrays read by `read_weight`.
+
+    Raises ProgramError as `attach_weights` does.
+    """
+
+    def read(name: str) -> mx.array:
+        array = read_weight(name)
+        _check_weight(name, program.weights[name], array)
+        return array
+
+    if name not in program.layers:
+        return read(name)
+    layer = _make_layer(name, program.layers[name], program)
+    for array in layer.parameters():
+        layer[array] = read(array_name(name, array))
+    return layer
 
 
 def _check_names(program: Program, layer_arrays: set[str]) -> None:
@@ -80,15 +100,19 @@ def _check_weights(program: Program, weights: dict[str, mx.array]) -> None:
         found = f"none named {missing[0]!r} ({len(missing)} missing)"
         raise ProgramError("the weights", found, "every weight of the program")
     for name, weight in program.weights.items():
-        try:
-            dtype = ops.device_dtype(weight.dtype)
-        except ops.OperatorError as error:
-            raise ProgramError(f"the weight {name!r}", error.found, error.expected) from None
-        array = weights[name]
-        # MLX counts a size modulo 2^64: the product of a shape may differ from it.
-        if tuple(array.shape) != weight.shape or array.dtype != dtype or math.prod(weight.shape) != array.size:
-            found, expected = f"{array.dtype} {list(array.shape)}", f"{dtype} {list(weight.shape)}"
-            raise ProgramError(f"the weight {name!r}", found, expected)
+        _check_weight(name, weight, weights[name])
+
+
+def _check_weight(name: str, weight: WeightInfo, array: mx.array) -> None:
+    """Raises ProgramError unless the array has the weight's dtype and shape."""
+    try:
+        dtype = ops.device_dtype(weight.dtype)
+    except ops.OperatorError as error:
+        raise ProgramError(f"the weight {name!r}", error.found, error.expected) from None
+    # MLX counts a size modulo 2^64: the product of a shape may differ from it.
+    if tuple(array.shape) != weight.shape or array.dtype != dtype or math.prod(weight.shape) != array.size:
+        found, expected = f"{array.dtype} {list(array.shape)}", f"{dtype} {list(weight.shape)}"
+        raise ProgramError(f"the weight {name!r}", found, expected)
 
 
 def _attach_leaves(root: nn.Module, leaves: dict[str, Any]) -> None:

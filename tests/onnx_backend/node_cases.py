@@ -24,6 +24,7 @@ from mlx_transmuter import ops
 from mlx_transmuter.converters.onnx_reader.reader import read_onnx
 from mlx_transmuter.model import PROGRAM_FILE, load_module
 from mlx_transmuter.program import Node, Program, save_program, weights
+from mlx_transmuter.program.weights import StoredWeight
 
 # The shape of a value is known whatever its elements are, so the inputs of these need not be on the host.
 _SHAPES = ("Shape-", "Size-", "SequenceLength-", "OptionalHasElement-")
@@ -57,9 +58,7 @@ def run(case: TestCase, folder: Path) -> None:
     assert case.model is not None
     assert case.data_sets is not None
     program = read_onnx(case.model)
-    weights.save(
-        folder, [(name, 0, lambda data=data: ops.to_device(data.read())) for name, data in program.tensors.items()]
-    )
+    weights.save(folder, [StoredWeight.of_array(name, data.to_device()) for name, data in program.tensors.items()])
     save_program(program, folder / PROGRAM_FILE)
     module = load_module(folder)
     shape_values = _shape_determining_values(module.program)

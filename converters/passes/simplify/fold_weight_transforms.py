@@ -5,16 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-import ml_dtypes
-import numpy as np
-
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
 from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement
-from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
+from mlx_transmuter.converters.onnx_reader.lazy_tensor import LAYER_FLOAT_TYPES, LazyTensor
 from mlx_transmuter.ops import ELEMENT_TYPE_NAMES
 from mlx_transmuter.program import Node
-
-_NUMPY_FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
 def fold_weight_transforms(graph: GraphView) -> Iterator[MatchOutcome]:
@@ -49,14 +44,14 @@ def _transform_weight(graph: GraphView, node: Node, source: LazyTensor) -> LazyT
         shape = _reshaped_shape(source, [int(size) for size in constant.ravel()])
     elif constant is not None and is_op_type(node, "Unsqueeze"):
         shape = _unsqueezed_shape(source, [int(axis) for axis in constant.ravel()])
-    return LazyTensor(source.dtype, shape, lambda: source.read().reshape(shape)) if shape is not None else None
+    return source.reshape(shape) if shape is not None else None
 
 
 def _cast_weight(node: Node, source: LazyTensor) -> LazyTensor | None:
     dtype = ELEMENT_TYPE_NAMES.get(node.attrs.get("to", 0), "")
-    if dtype not in _NUMPY_FLOATS or source.dtype not in _NUMPY_FLOATS:
+    if dtype not in LAYER_FLOAT_TYPES or source.dtype not in LAYER_FLOAT_TYPES:
         return None
-    return LazyTensor(dtype, source.shape, lambda: source.read().astype(_NUMPY_FLOATS[dtype]))
+    return source.cast(dtype)
 
 
 def _transpose_weight(node: Node, source: LazyTensor) -> LazyTensor | None:
@@ -64,7 +59,7 @@ def _transpose_weight(node: Node, source: LazyTensor) -> LazyTensor | None:
     perm = list(node.attrs.get("perm", axes[::-1]))
     if sorted(perm) != list(axes):
         return None
-    return LazyTensor(source.dtype, tuple(source.shape[axis] for axis in perm), lambda: source.read().transpose(perm))
+    return source.transpose(perm)
 
 
 def _unsqueezed_shape(source: LazyTensor, new_axes: Sequence[int]) -> tuple[int, ...] | None:
