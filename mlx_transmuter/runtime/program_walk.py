@@ -20,6 +20,9 @@ from mlx_transmuter.program import Node, Program
 
 # A node with more elements than this on the host side runs on the device, where it costs a step little.
 MAX_HOST_ELEMENTS = 2**16
+# The most bytes of values on the host that a walk keeps at a time. No decoder comes near it: what a node computes on
+# the host has at most MAX_HOST_ELEMENTS, but a small file may have many such nodes.
+MAX_HOST_BYTES = 2**27
 # The most bytes that a value may have: with what it is made of it must fit in this machine's memory. MLX counts sizes
 # modulo 2^64 and ends the process where it gets no memory, so a size is checked before anything of it is computed.
 MAX_VALUE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
@@ -46,6 +49,7 @@ class ProgramWalk:
         self.values, self.input_independent_names = values, input_independent_names
         self.last_reads, self.eager, self.read_leaf = last_reads, eager, read_leaf
         self.device_copies: dict[str, mx.array] = {}
+        self.host_bytes = 0  # of the values on the host that nodes computed
 
     def run(self, program: Program) -> None:
         """Computes every node of the program."""
@@ -55,10 +59,15 @@ class ProgramWalk:
             for name, result in zip(node.outputs, results, strict=False):
                 if name:
                     self.values[name] = result
+                    self.host_bytes += host_bytes(result)
+            if self.host_bytes > MAX_HOST_BYTES:
+                found = f"more than {MAX_HOST_BYTES} bytes of values that are known while the graph is traced"
+                raise ops.OperatorError(found, "shapes, axes and masks", node=str(node))
             if self.read_leaf is not None:
                 mx.eval([result for result in results if isinstance(result, mx.array | list)])
             for name in self.last_reads.get(id(node), ()):
-                self.values.pop(name, None)
+                value = self.values.pop(name, None)
+                self.host_bytes -= host_bytes(value) if name not in program.constants else 0
                 self.device_copies.pop(name, None)
 
     def run_node(self, node: Node) -> tuple[Any, ...]:
@@ -177,6 +186,11 @@ class ProgramWalk:
             return [walk._value(value.name) for value in program.outputs]
 
         return call
+
+
+def host_bytes(value: Any) -> int:
+    """Returns the bytes that a value takes on the host."""
+    return value.nbytes if isinstance(value, np.ndarray) else 0
 
 
 def _run(

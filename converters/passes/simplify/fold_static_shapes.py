@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from mlx_transmuter.converters.graph.constant_budget import ConstantBudget
 from mlx_transmuter.converters.graph.graph_view import GraphView, is_op_type
 from mlx_transmuter.converters.graph.operator_sets import COPY_OPS
 from mlx_transmuter.converters.graph.rewriting import MatchOutcome, Replacement
@@ -35,9 +36,9 @@ def fold_static_shapes(graph: GraphView) -> Iterator[MatchOutcome]:
     probe = graph.shape_probe
     if probe is None:
         return
-    step_sizes = _find_step_sizes(graph, probe)
+    step_sizes, budget = _find_step_sizes(graph, probe), ConstantBudget()
     for node in graph.nodes:
-        replacement = _constant_outputs(probe, node)
+        replacement = _constant_outputs(probe, node, budget)
         if replacement is None and node.outputs[0] in step_sizes:
             replacement = _read_size_from_tokens(probe.signature.token_input, node, *step_sizes[node.outputs[0]])
         if replacement is None and (source := _find_identity_input(graph, probe, node)) is not None:
@@ -48,13 +49,13 @@ def fold_static_shapes(graph: GraphView) -> Iterator[MatchOutcome]:
             yield replacement
 
 
-def _constant_outputs(probe: ShapeProbe, node: Node) -> Replacement | None:
+def _constant_outputs(probe: ShapeProbe, node: Node, budget: ConstantBudget) -> Replacement | None:
     """Returns the replacement of a node whose outputs are small constants, or None."""
     values = {name: probe.constant_value(name) for name in node.outputs if name}
     constants = {
         name: value for name, value in values.items() if value is not None and value.size <= MAX_CONSTANT_ELEMENTS
     }
-    if not constants or len(constants) < len(values):
+    if not constants or len(constants) < len(values) or not budget.take(constants.values()):
         return None
     return Replacement(node, (), constants=constants)
 
