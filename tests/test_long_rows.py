@@ -15,6 +15,7 @@ import mlx_transmuter as mt
 from mlx_transmuter import generation
 from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.model import load_folder
+from mlx_transmuter.runtime.cache_session import CacheSession
 from mlx_transmuter.runtime.decoder import Decoder
 
 TRAINED_LENGTH, NEW_TOKENS = 256, 20
@@ -75,6 +76,65 @@ def test_buffers_stay_below_the_trained_length_as_long_as_rows_do():
     assert decoder.past_columns(200, 8) == TRAINED_LENGTH - 8
     assert decoder.past_columns(255, 8) >= 255
     assert decoder.past_columns(300, 1) == 320
+
+
+# Memory: rows without an end take what they need.
+
+
+def generate_endlessly(decoder, model, prompts, **options) -> list[list[int]]:
+    """The tokens of rows that end by a condition alone."""
+    options = {"max_new_tokens": 10**9, "min_new_tokens": NEW_TOKENS, **options}
+    compiled = generation.compile(generation.context(model, **options), len(prompts), decoder=decoder)
+    stop = [lambda new_tokens: len(new_tokens) == NEW_TOKENS] * len(prompts)
+    steps = generation.generate_steps(compiled, prompts, [0] * len(prompts), stop=stop)
+    return [[token.id for token in result.tokens] for result in generation.run_to_end(steps)]
+
+
+@pytest.fixture
+def pool_bytes(monkeypatch) -> list[int]:
+    """The bytes of the pools of every session that began, at its beginning and at its end."""
+    sizes: list[int] = []
+    begin, close = CacheSession.__init__, CacheSession.close
+
+    def measure(session):
+        if not session.pools.is_taken:
+            sizes.append(sum(pool.nbytes for pool in session.pools.arrays))
+
+    def begin_measured(session, *args, **more):
+        begin(session, *args, **more)
+        measure(session)
+
+    def close_measured(session):
+        measure(session)
+        close(session)
+
+    monkeypatch.setattr(CacheSession, "__init__", begin_measured)
+    monkeypatch.setattr(CacheSession, "close", close_measured)
+    return sizes
+
+
+@pytest.mark.parametrize("mode", [None, "append", "grow"])
+def test_pools_grow_with_rows_that_may_have_any_number_of_tokens(mode, loaded, pool_bytes):
+    module = loaded("llama").decoder if mode is None else unrewritten_module("llama")
+    rows, decoder = long_rows("llama"), Decoder(module, 3, cache_mode=mode)
+    found = generate_endlessly(decoder, loaded("llama"), [row["prompt"] for row in rows])
+    assert found == [row["tokens"] for row in rows]
+    slot_nbytes = sum(spec.slot_nbytes for spec in decoder.pool_specs)
+    # 256 tokens of each row, then 512.
+    assert min(pool_bytes) < 3.1 * 256 * slot_nbytes
+    assert max(pool_bytes) < 3.1 * 512 * slot_nbytes
+
+
+@pytest.mark.parametrize(
+    "options", [{"prompt_lookup_num_tokens": 4}, {"num_return_sequences": 2, "do_sample": True}], ids=str
+)
+def test_blocks_grow_with_them(options, loaded, pool_bytes):
+    model, prompts = loaded("llama"), [row["prompt"] for row in long_rows("llama")]
+    expected = generate(model, prompts, **options)
+    del pool_bytes[:]
+    assert generate_endlessly(None, model, prompts, **options) == expected
+    decoder = Decoder(model.decoder, 1)
+    assert max(pool_bytes) < 4200 * sum(spec.slot_nbytes for spec in decoder.pool_specs)
 
 
 # Notices.

@@ -226,15 +226,28 @@ class KVCache:
 
     def grow(self, num_slots: int) -> None:
         """Sets the number of slots, not below the present one. Copies each pool once, one at a time."""
-        assert self.contiguous_stride is None, "the pools of contiguous rows are made at their size"
+        assert self.contiguous_stride is None, "contiguous rows grow by grow_rows"
         before = self.block_manager.num_slots
         self.block_manager.grow(num_slots)
+        self._lengthen_spans(1, before, num_slots)
+
+    def grow_rows(self, contiguous_stride: int) -> None:
+        """Gives each contiguous row contiguous_stride slots, not fewer than it has. Copies each pool once, one at a
+        time."""
+        assert self.contiguous_stride is not None
+        before, rows = self.contiguous_stride, self.block_manager.num_slots // self.contiguous_stride
+        self.block_size = self.contiguous_stride = contiguous_stride
+        self.block_manager = BlockManager(rows * contiguous_stride, contiguous_stride)  # it gave no slots to sequences
+        self._lengthen_spans(rows, before, contiguous_stride)
+
+    def _lengthen_spans(self, spans: int, before: int, after: int) -> None:
+        """Makes room for `after` slots in place of `before` in each span of slots of each head."""
         arrays = self.pools.take()
         for i, spec in enumerate(self.pool_specs):
-            *heads, spare = mx.split(arrays[i], [(head + 1) * before for head in range(spec.heads)])
-            new_slots = mx.zeros((num_slots - before, spec.width), spec.dtype)
-            arrays[i] = mx.concatenate([part for head in heads for part in (head, new_slots)] + [spare])
-            del heads, spare
+            *parts, spare = mx.split(arrays[i], [(part + 1) * before for part in range(spec.heads * spans)])
+            new_slots = mx.zeros((after - before, spec.width), spec.dtype)
+            arrays[i] = mx.concatenate([piece for part in parts for piece in (part, new_slots)] + [spare])
+            del parts, spare
             mx.eval(arrays[i])
         self.pools = Pools(arrays)
 

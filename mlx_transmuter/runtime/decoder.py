@@ -23,6 +23,9 @@ from mlx_transmuter.runtime.row_slots import RowSlots
 from mlx_transmuter.runtime.step_inputs import StepInputs
 from mlx_transmuter.runtime.steps.graph import DecoderGraph, Step
 
+# The most tokens of a row for which a session takes memory at its beginning, in a decoder without a trained length.
+MAX_RESERVED_TOKENS = 8192
+
 
 class Decoder:
     """A module as a decoder of batches of `rows` rows.
@@ -181,7 +184,8 @@ class Decoder:
         # Rows that outgrow the ring keep the tokens in the window alone.
         ring = self.ring if self.ring and int(max(max_lengths)) > self.ring.slots else None
         if kv_cache is None:
-            slots = RowSlots.allocate(self.pool_specs, max_lengths, ring, block_size if paged else None, forked_lengths)
+            reserved, forked = self._reserved_lengths(max_lengths), self._reserved_lengths(forked_lengths)
+            slots = RowSlots.allocate(self.pool_specs, reserved, ring, block_size if paged else None, forked)
             return CacheSession(self, max_lengths, inputs, slots)
         if inputs or kv_cache.pool_specs != self.pool_specs or len(prompts) != self.rows:
             found = f"pools of {kv_cache.pool_specs}, the inputs {sorted(inputs)} and {len(prompts)} prompts"
@@ -194,6 +198,11 @@ class Decoder:
         except BaseException:  # no memory, Ctrl-C
             kv_cache.close_sequences(sequences)
             raise
+
+    def _reserved_lengths(self, max_lengths: Sequence[int]) -> list[int]:
+        """Returns for how many tokens of each row a session takes memory when it begins: no more than models are made
+        for, however many there may be."""
+        return [min(int(length), self.trained_length or MAX_RESERVED_TOKENS) for length in max_lengths]
 
     def compile_once(self, step: Step) -> Callable[[Any], Any]:
         """Returns the function of a step, built at its first use and compiled, where the module can be."""

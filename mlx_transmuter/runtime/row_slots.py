@@ -43,7 +43,8 @@ class RowSlots:
     ) -> RowSlots:
         """Returns the slots of rows in a cache of their own, in blocks of block_size slots; None: contiguous.
 
-        The cache has one of a few sizes, so that sessions share steps: one is compiled for the size of its pools.
+        max_lengths: for how many tokens of each row there are slots at once; for more the pools grow. The cache has one
+        of a few sizes, so that sessions share steps: one is compiled for the size of its pools.
         forked_lengths: see Decoder.begin_session.
         """
         if block_size is None:
@@ -88,8 +89,10 @@ class RowSlots:
             self.kv_cache.reserve(sequences, new_counts, draft_counts)
 
     def append(self, counts: np.ndarray, lengths: np.ndarray) -> None:
-        """Gives slots to counts[r] more tokens of each row, which then has lengths[r]."""
+        """Gives slots to counts[r] more tokens of each row, which then has lengths[r]. The pools may grow."""
         self._peak_lengths = np.maximum(self._peak_lengths, lengths)
+        if not self.paged and self.ring is None and int(lengths.max()) > self.kv_cache.head_span:
+            self.kv_cache.grow_rows(power_of_two_bucket(int(lengths.max())))
         if self.paged:
             for sequence, count in zip(self._sequences, counts.tolist(), strict=True):
                 if count:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from mlx_transmuter.program.position_limit.bounds import Bounds
 from mlx_transmuter.program.position_limit.lengths import ONE, ROW, STEP, Length
-from mlx_transmuter.program.position_limit.rules import LAST_END, NodeBounds, is_from_end, slices_of
+from mlx_transmuter.program.position_limit.node_bounds import NodeBounds
+from mlx_transmuter.program.position_limit.shape_rules import LAST_END, is_from_end, slices_of
 
 
 class Access(NamedTuple):

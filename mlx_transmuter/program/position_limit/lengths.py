@@ -61,6 +61,8 @@ class Length(NamedTuple):
         return None if slope <= 0 else -at_zero // slope
 
 
+# No size is a product of more; a hostile program multiplies numbers without end.
+MAX_FACTOR = 2**62
 ZERO, ONE = Length(), Length(constant=1)
 # The tokens of a row, of a step, and those before the step.
 ROW, STEP, PAST = Length(tokens=1), Length(step=1), Length(tokens=1, step=-1)
@@ -82,6 +84,31 @@ def smaller(a: Length | None, b: Length | None) -> Length | None:
     if a.is_at_least(b):
         return b
     return a if b.is_at_least(a) else Length(*map(min, a, b))
+
+
+def total(*numbers: Length | None) -> Length | None:
+    """Returns the sum; None where one is unknown."""
+    result = ZERO
+    for number in numbers:
+        if number is None:
+            return None
+        result = result.plus(number)
+    return result
+
+
+def product(*numbers: Length | None) -> Length | None:
+    """Returns the product of numbers of which at most one is no constant; else None."""
+    factor, rest = 1, ONE
+    for number in numbers:
+        if number is None:
+            return None
+        if (constant := number.as_constant) is not None:
+            factor *= constant
+        elif rest == ONE:
+            rest = number
+        else:
+            return None
+    return None if abs(factor) > MAX_FACTOR else rest.times(factor)
 
 
 class TokenRange(NamedTuple):

@@ -9,7 +9,8 @@ from mlx_transmuter.program.layer_arrays import array_name
 from mlx_transmuter.program.position_limit.accesses import accesses_of
 from mlx_transmuter.program.position_limit.bounds import UNKNOWN, Bounds, join, sizes
 from mlx_transmuter.program.position_limit.lengths import ONE, PAST, ROW, STEP, ZERO, Length, TokenRange
-from mlx_transmuter.program.position_limit.rules import NodeBounds, apply_rule
+from mlx_transmuter.program.position_limit.node_bounds import NodeBounds
+from mlx_transmuter.program.position_limit.rules import apply_rule
 from mlx_transmuter.program.program import Node, Program
 from mlx_transmuter.program.signature import DecoderSignature, infer_cache_mode
 
