@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter.generation.errors import GenerationError
+from mlx_transmuter.generation.exit_gate import exit_gate
 from mlx_transmuter.generation.generation_context import CompiledGeneration
 from mlx_transmuter.generation.length_notices import length_notice, table_end
 from mlx_transmuter.generation.prompt_cache import PromptCache
@@ -81,8 +82,8 @@ class Batch:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the caller cancelled the generation."""
-        return self.cancel_event is not None and self.cancel_event.is_set()
+        """Whether the caller cancelled the generation, or the interpreter exits and this is a daemon thread."""
+        return exit_gate.is_closed or (self.cancel_event is not None and self.cancel_event.is_set())
 
     def make_row(self, row: int) -> Row:
         """Returns a row of the batch without new tokens."""

@@ -11,6 +11,7 @@ from mlx_transmuter.cache import CacheFullError
 from mlx_transmuter.generation.batch import Batch, StepOutput
 from mlx_transmuter.generation.beam_search import search_beams
 from mlx_transmuter.generation.drafts.speculative_decoding import decode_speculatively
+from mlx_transmuter.generation.exit_gate import exit_gate, run_inside
 from mlx_transmuter.generation.generation_context import CompiledGeneration
 from mlx_transmuter.generation.plain_decoding import decode_tokens
 from mlx_transmuter.generation.prompt_cache import PromptCache
@@ -44,9 +45,8 @@ def generate_steps(
     CacheFullError for prompts that a limited prompt cache has no room for, and after the last token that it has room
     for where a text goes on.
     """
-    return _generate_groups(
-        Batch(gen, prompts, seeds, inputs or {}, stop=stop, cancel_event=cancel_event, prompt_cache=prompt_cache)
-    )
+    batch = Batch(gen, prompts, seeds, inputs or {}, stop=stop, cancel_event=cancel_event, prompt_cache=prompt_cache)
+    return run_inside(exit_gate, _generate_groups(batch))
 
 
 def run_to_end(steps: GenerationSteps, on_step: Callable[[StepOutput], Any] | None = None) -> list[GenerationResult]:
@@ -74,7 +74,8 @@ def _generate_groups(batch: Batch) -> GenerationSteps:
                 yield from _generate_group(group)
                 group.store_prefixes()
             except (GeneratorExit, CacheFullError):  # between two steps; after any other end slots may be half written
-                group.store_prefixes()
+                if not exit_gate.is_closed:
+                    group.store_prefixes()
                 raise
             finally:
                 group.session.close()

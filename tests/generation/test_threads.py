@@ -17,8 +17,11 @@ from mlx_transmuter import generation
 from mlx_transmuter.cache import CacheError, KVCache
 from mlx_transmuter.cache.prefix_store import PrefixStore
 from mlx_transmuter.errors import TransmuterError
-from mlx_transmuter.generation import PromptCache
+from mlx_transmuter.generation import PromptCache, batch, loop
+from mlx_transmuter.generation.exit_gate import ExitGate
+from mlx_transmuter.generation.row_group import RowGroup
 from mlx_transmuter.ops.compiled_function import CompiledFunction
+from mlx_transmuter.runtime.cache_session import CacheSession
 
 THREADS = 8
 TOKENS = np.random.default_rng(7).integers(3, 60, 80).tolist()
@@ -167,6 +170,60 @@ def test_a_thread_frees_what_it_traced_for_a_function_that_ended_in_another():
         assert mx.get_active_memory() - before < size
 
 
+def test_a_closed_gate_waits_for_who_is_inside_and_ends_who_comes_later():
+    gate, entered, leave = ExitGate(), threading.Event(), threading.Event()
+    ends: list[str] = []
+
+    def enter(name: str) -> None:
+        try:
+            with gate:
+                entered.set()
+                leave.wait()
+            ends.append(f"{name} goes on")
+        except SystemExit:
+            ends.append(f"{name} ends")
+
+    inside = threading.Thread(target=enter, args=["inside"])
+    inside.start()
+    entered.wait()
+    gate.close(max_wait=0.01)
+    assert not ends
+    threading.Timer(0.02, leave.set).start()
+    gate.close()
+    inside.join()
+    later = threading.Thread(target=enter, args=["later"])
+    later.start()
+    later.join()
+    with gate:  # the thread that closed it may go in
+        assert not gate.is_closed
+    assert ends == ["inside ends", "later ends"]
+
+
+def test_a_closed_gate_ends_a_run_at_its_next_token_or_chunk_and_stores_nothing_outside(loaded, monkeypatch):
+    gate = ExitGate()
+    for module in (loop, batch):
+        monkeypatch.setattr(module, "exit_gate", gate)
+    monkeypatch.setattr(RowGroup, "store_prefixes", lambda group: stored.append(gate._inside))
+    for options in ({}, {"prefill_step_size": 1}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}):
+        stored: list[int] = []
+        gen, calls = compile_model(loaded("llama"), max_new_tokens=50, **options), []
+        step = CacheSession.step
+
+        def closing_step(session, *args, step=step, calls=calls, **more):
+            calls.append(1)
+            if len(calls) == 2:
+                gate._closed_by = 0  # of no thread
+            return step(session, *args, **more)
+
+        monkeypatch.setattr(CacheSession, "step", closing_step)
+        with pytest.raises(SystemExit):
+            generation.generate(gen, [TOKENS[:9]], [0])
+        monkeypatch.setattr(CacheSession, "step", step)
+        assert len(calls) == 2, options
+        assert all(stored)
+        gate._closed_by = None
+
+
 GENERATE_AND_EXIT = """
 import sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
@@ -195,14 +252,37 @@ if kind == "thread":
 elif kind == "pool":
     pool = ThreadPoolExecutor(1)
     pool.submit(generate).result()
-else:
+elif kind == "daemon":
     threading.Thread(target=generate_and_sleep, daemon=True).start()
     done.wait()
+else:
+    def on_token(step):
+        done.set()
+        if kind == "daemon with a callback":
+            time.sleep(0.0005)
+
+    def generate_forever():
+        while True:
+            generation.generate(gen, [[5, 6, 7]], [0], on_token=on_token)
+
+    for _ in range(2):
+        threading.Thread(target=generate_forever, daemon=True).start()
+    done.wait()
+    time.sleep(0.02)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "runs"), [("thread", 5), ("pool", 3), ("daemon", 2)])
+@pytest.mark.parametrize(
+    ("kind", "runs"),
+    [
+        ("thread", 5),
+        ("pool", 3),
+        ("daemon", 2),
+        ("daemon that generates", 3),
+        ("daemon with a callback", 3),
+    ],
+)
 def test_a_process_exits_right_after_a_thread_that_generated(kind, runs, folder):
     """With compiled steps, whose traces MLX frees at the thread's end."""
     for _ in range(runs):

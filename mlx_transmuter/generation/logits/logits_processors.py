@@ -31,7 +31,7 @@ from mlx_transmuter.generation.logits.repetition_penalties import (
 )
 from mlx_transmuter.generation.logits.scores import HIGHEST_FINITE, LOWEST_FINITE, log_softmax
 from mlx_transmuter.generation.logits.sequence_biases import bad_words_ids, sequence_bias_processor
-from mlx_transmuter.generation.logits.top_k_top_p import top_k, top_p
+from mlx_transmuter.generation.logits.top_k_top_p import top_k, top_k_top_p, top_p
 from mlx_transmuter.generation.logits.typical_sampling import typical_p
 from mlx_transmuter.generation.settings import SETTINGS, Settings, check_vocabulary
 
@@ -62,7 +62,7 @@ PROCESSOR_BUILDERS: dict[str, Callable[[Settings, int], LogitsProcessor]] = {
         s.begin_suppress_tokens, s.forced_bos_token_id is not None, vocab
     ),
     "temperature": lambda s, _: _stateless_processor(lambda scores: scores / s.temperature),
-    "top_k": lambda s, _: _stateless_processor(lambda scores: top_k(scores, max(s.top_k, s.min_tokens_to_keep))),
+    "top_k": lambda s, _: _stateless_processor(_top_k_function(s)),
     "top_p": lambda s, _: _stateless_processor(lambda scores: top_p(scores, s.top_p, s.min_tokens_to_keep)),
     "min_p": lambda s, _: _stateless_processor(lambda scores: min_p(scores, s.min_p or 0.0, s.min_tokens_to_keep)),
     "typical_p": lambda s, _: _stateless_processor(lambda scores: typical_p(scores, s.typical_p, s.min_tokens_to_keep)),
@@ -75,6 +75,15 @@ PROCESSOR_BUILDERS: dict[str, Callable[[Settings, int], LogitsProcessor]] = {
     "renormalize_logits": lambda s, _: _stateless_processor(log_softmax),
 }
 
+
+def _top_k_function(settings: Settings) -> Callable[[mx.array], mx.array]:
+    """Returns top_k, which does top_p too where that is on, as it then has few scores to sort."""
+    k = max(settings.top_k, settings.min_tokens_to_keep)
+    if settings.is_enabled("top_p"):
+        return lambda scores: top_k_top_p(scores, k, settings.top_p, settings.min_tokens_to_keep)
+    return lambda scores: top_k(scores, k)
+
+
 # When a setting that is on has no processor of its own, beside what its value says.
 EXTRA_CONDITIONS: dict[str, Callable[[Settings], bool]] = {
     # Both sizes of several tokens ban ids in the same array.
@@ -82,6 +91,7 @@ EXTRA_CONDITIONS: dict[str, Callable[[Settings], bool]] = {
     # transformers sets min_length to the prompt plus min_new_tokens, where that is set.
     "min_length": lambda s: s.min_new_tokens is None and bool(s.eos_token_id),
     "min_new_tokens": lambda s: bool(s.min_new_tokens and s.eos_token_id),
+    "top_p": lambda s: not s.is_enabled("top_k"),
 }
 
 # The processors of a task come before those of sampling.

@@ -30,6 +30,8 @@ def top_k_indices(scores: mx.array, k: int) -> mx.array:
 
 def kth_best_score(scores: mx.array, k: int) -> mx.array:
     """Returns the k-th best score of each row, [rows, 1]; the lowest of a row of fewer than k."""
+    if k == 1:
+        return mx.max(scores, axis=-1, keepdims=True)
     indices = top_k_indices(scores, min(k, scores.shape[-1]))
     return mx.min(mx.take_along_axis(scores, indices, axis=-1), axis=-1, keepdims=True)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_transmuter.generation.logits.scores import log_softmax, probabilities
-from mlx_transmuter.generation.logits.top_k_top_p import remove_sorted
+from mlx_transmuter.generation.logits.cumulative_mass import find_mass_cut
+from mlx_transmuter.generation.logits.scores import REMOVED_SCORE, log_softmax, probabilities
+from mlx_transmuter.generation.logits.top_k_indices import top_k_mask
 from mlx_transmuter.ops.functional.exponential import fast_exp
 
 
@@ -16,9 +17,7 @@ def typical_p(scores: mx.array, p: float, min_tokens_to_keep: int = 1) -> mx.arr
     masses = fast_exp(logs)
     entropy = -mx.sum(mx.where(masses > 0, logs * masses, 0), axis=-1, keepdims=True)
     distance = mx.abs(-logs - entropy)
-    order = mx.argsort(distance, axis=-1)
-    cumulative = mx.cumsum(probabilities(mx.take_along_axis(scores, order, axis=-1)), axis=-1)
-    last = mx.minimum(mx.sum(cumulative < p, axis=-1, keepdims=True), scores.shape[-1] - 1)
-    ascending = mx.take_along_axis(distance, order, axis=-1)
-    far = ascending > mx.take_along_axis(ascending, last, axis=-1)
-    return remove_sorted(scores, order, far & (mx.arange(scores.shape[-1]) >= min_tokens_to_keep))
+    is_far = distance > find_mass_cut(distance, probabilities(scores), p, includes_limit=False).key
+    if min_tokens_to_keep > 1:  # the nearest is never far
+        is_far = is_far & ~top_k_mask(-distance, min_tokens_to_keep)
+    return mx.where(is_far, REMOVED_SCORE, scores)
