@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_transmuter import generation
-from mlx_transmuter.cache import CacheError
+from mlx_transmuter.cache import CacheError, kv_cache
 from mlx_transmuter.cache.layout import slots_of_blocks
 from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.model import Model
@@ -297,9 +297,11 @@ def test_a_failed_run_leaves_nothing_half_written(error, where, loaded, monkeypa
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_cache_that_could_not_grow_starts_empty(error, loaded, monkeypatch):
+    monkeypatch.setattr(kv_cache, "FIRST_SLOTS", 16)
     gen, cache = compile_model(loaded("llama")), PromptCache(loaded("llama"))
     expected = generation.generate(gen, [TOKENS], [0])
     generation.generate(gen, [TOKENS[:5]], [0], prompt_cache=cache)
+    assert cache.kv_cache.block_manager.num_slots == 16
 
     def fail(*_):
         raise error
