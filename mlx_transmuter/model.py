@@ -57,10 +57,12 @@ class Model:
 def load_folder(folder: Path) -> Model:
     """The Model of a converted folder, its weights in memory, so that any thread may use it.
 
-    Raises ProgramError for a folder that is not one or not whole, TokenizerError for a broken tokenizer.
+    Raises ProgramError for a folder that is not one or not whole, SignatureError for one of no decoder, TokenizerError
+    for a broken tokenizer.
     """
     folder = Path(folder)
     decoder = load_module(folder)
+    DecoderSignature.from_program(decoder.program)  # raises where the arrays are none of a decoder's
     # An array that is still to be read belongs to the stream of this thread; read, it belongs to any.
     arrays = decoder.weights()
     mx.eval(arrays)

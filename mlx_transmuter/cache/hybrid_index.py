@@ -33,6 +33,11 @@ class HybridIndex:
         """The tokens' positions; see CacheIndex.positions."""
         return self.full_index.positions()
 
+    @property
+    def max_position(self) -> int | None:
+        """The largest number that `positions` gives; see CacheIndex.max_position."""
+        return self.full_index.max_position
+
     def index_for(self, columns: int) -> CacheIndex:
         """The index of that many columns."""
         return self.window_index if columns == self.window_index.context else self.full_index

@@ -337,10 +337,16 @@ class CacheIndex:
 
         For rotary embeddings, and for indexing a table of position embeddings. The same whatever `every`.
         """
-        if self.is_ring:
+        if self.max_position is None:
             return mx.maximum(self.effective_positions, 0)
-        width = self.seq if self.table is None else self.table.shape[1]
-        return mx.clip(self.effective_positions, 0, last_index(width))
+        return mx.clip(self.effective_positions, 0, last_index(self.max_position + 1))
+
+    @property
+    def max_position(self) -> int | None:
+        """The largest number that `positions` gives: the last column of the positions' table; None in a ring."""
+        if self.is_ring:
+            return None
+        return (self.seq if self.table is None else self.table.shape[1]) - 1
 
     # Pools
 

@@ -2,8 +2,8 @@
 
 Positional parameters are the ONNX inputs (a default of None marks an optional one, `*xs` a variadic one), keyword-only
 parameters the attributes with their ONNX defaults. An input annotated `HostArray` must be known while a step is traced
-and comes as a numpy array; one annotated `HostArrayIfKnown` comes as a numpy array where it is known then; one
-annotated `NNLayer` is an `mlx.nn` layer; any other comes as an `mx.array`. A keyword-only parameter named `outputs`
+and comes as a numpy array; one annotated `Indices` comes as such, with the range that its integers are known to be in;
+one annotated `NNLayer` is an `mlx.nn` layer; any other comes as an `mx.array`. A keyword-only parameter named `outputs`
 gets the number of outputs that the node has. A result that is a numpy array stays on the host.
 """
 
@@ -16,17 +16,13 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_transmuter.errors import TransmuterError
+from mlx_transmuter.ops.indices import Indices
+from mlx_transmuter.ops.integer_ranges import RangeRule
 from mlx_transmuter.program import Node
 
 
 class HostArray(np.ndarray):
     """Annotation of an input whose value must be known while a step is traced; the function gets a numpy array."""
-
-
-class HostArrayIfKnown(np.ndarray):
-    """Annotation of an input that comes as a numpy array where it is known while a step is traced, else as an
-    `mx.array`.
-    """
 
 
 class NNLayer(nn.Module):
@@ -46,7 +42,7 @@ class Operator:
 
     `layer_input` is the name of the input that is a layer, or None. `is_rowwise` tells that each vector along the last
     axis of the output follows from the vector at the same place of each input, so that rows may be selected before the
-    operator instead of after it.
+    operator instead of after it. `range_rule` says in which range the integers of the outputs are.
     """
 
     name: str
@@ -56,11 +52,12 @@ class Operator:
     variadic_name: str | None
     host_inputs: frozenset[int]
     host_variadic_inputs: bool
-    host_if_known_inputs: frozenset[int]
+    index_inputs: frozenset[int]
     layer_input: str | None
     attribute_defaults: dict[str, Any]
     takes_output_count: bool
     is_rowwise: bool
+    range_rule: RangeRule | None
 
     @property
     def docstring(self) -> str:
@@ -98,12 +95,15 @@ OPERATORS: dict[str, Operator] = {}
 _OPSETS_BY_OP_TYPE: dict[str, list[int]] = {}
 
 
-def op(*names: str, rowwise: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def op(
+    *names: str, rowwise: bool = False, integer_range: RangeRule | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Returns a decorator that declares a function as the operators `names`.
 
     A name is the operator, with its domain if that is not ONNX's own, and the opset from which this version of it
     holds: `Expand-8`, `com.microsoft.FastGelu-1`; the operators of this project carry none: `mlx.rms_norm`. Raises
-    OperatorError for a name that is declared already. rowwise: see `Operator.is_rowwise`.
+    OperatorError for a name that is declared already. rowwise, integer_range: see `Operator.is_rowwise` and
+    `Operator.range_rule`.
     """
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,11 +124,12 @@ def op(*names: str, rowwise: bool = False) -> Callable[[Callable[..., Any]], Cal
                 variadic_name=variadic.name if variadic else None,
                 host_inputs=frozenset(i for i, p in enumerate(inputs) if p.annotation is HostArray),
                 host_variadic_inputs=variadic is not None and variadic.annotation is HostArray,
-                host_if_known_inputs=frozenset(i for i, p in enumerate(inputs) if p.annotation is HostArrayIfKnown),
+                index_inputs=frozenset(i for i, p in enumerate(inputs) if p.annotation is Indices),
                 layer_input=next((p.name for p in inputs if p.annotation is NNLayer), None),
                 attribute_defaults=attributes,
                 takes_output_count=takes_output_count,
                 is_rowwise=rowwise,
+                range_rule=integer_range,
             )
             op_type, _, since = name.rpartition("-")
             if op_type and since.isdigit():

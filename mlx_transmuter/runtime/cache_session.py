@@ -78,7 +78,7 @@ class CacheSession(DecoderSession):
 
     def step(self, tokens: Any, counts: Sequence[int], positions: Any = None) -> mx.array:
         """See DecoderSession.step."""
-        tokens = tokens if isinstance(tokens, mx.array) else mx.array(tokens)
+        tokens = mx.array(self._check_tokens(tokens))
         new, seq = self._check_counts(tokens, counts), tokens.shape[1]
         if self.decoder.needs_equal_lengths and (self.lengths[new > 0] != self.lengths.max()).any():
             raise DecoderError(f"rows of {self.lengths.tolist()} tokens", "rows of one length where the cache grows")
@@ -191,6 +191,7 @@ class CacheSession(DecoderSession):
         their sum. Raises DecoderError for a decoder that doesn't support it, rows with tokens, or prompts too long.
         """
         counts = np.array([len(prompt) for prompt in prompts], np.int32)
+        self._check_tokens(np.concatenate([np.asarray(prompt, np.int64) for prompt in prompts]))
         self._check_packed_prompts(counts, seq)
         self._reserve(counts)
         self._append_tokens(counts)
@@ -226,7 +227,7 @@ class CacheSession(DecoderSession):
         if not self.row_slots.paged or self.row_slots.has_draft:
             expected, do = "a paged session, and the last draft accepted", "begin_session(..., paged=True)"
             raise DecoderError("a draft in this session", expected, do)
-        tokens, ancestor_mask = (x if isinstance(x, mx.array) else mx.array(x) for x in (tokens, ancestor_mask))
+        tokens, ancestor_mask = mx.array(self._check_tokens(tokens)), mx.array(ancestor_mask)
         depths, seq = np.asarray(depths, np.int32), tokens.shape[1]
         # The table has a column for each draft token's position too.
         columns = self._step_columns(self._check_draft(tokens, depths), seq)
@@ -306,6 +307,7 @@ class CacheSession(DecoderSession):
         if not self.row_slots.paged:
             found, do = "a fork of rows with contiguous slots", "begin_session(..., paged=True)"
             raise DecoderError(found, "rows of blocks", do)
+        self._check_parents(parents)
         self._write_pending()
         self.row_slots.fork(parents)
         order = mx.array(list(parents))

@@ -35,6 +35,7 @@ class FullContextSession(DecoderSession):
         decoder, padding_side = self.decoder, self.decoder.plan.padding_side
         if self._closed:
             raise DecoderError("a session that was closed", "an open session", "begin another")
+        tokens = self._check_tokens(tokens)
         new = self._check_counts(tokens, counts)
         lengths = self.lengths + new
         if decoder.needs_equal_lengths and (lengths[new > 0] != lengths.max()).any():

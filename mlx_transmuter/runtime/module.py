@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_transmuter import ops
+from mlx_transmuter.ops.indices import IntegerRange
 from mlx_transmuter.program import Program, ProgramError
 from mlx_transmuter.program.position_limit import PositionLimit, find_position_limit
 from mlx_transmuter.program.signature import DecoderSignature
@@ -61,25 +62,40 @@ class ProgramModule(nn.Module):
         """
         return self._call(inputs, eager=False)
 
+    def call_with_ranges(
+        self, inputs: Mapping[str, mx.array | np.ndarray], ranges: Mapping[str, IntegerRange]
+    ) -> dict[str, mx.array]:
+        """Returns the same outputs, for inputs of which the caller knows in what range their integers are: indices that
+        are thereby in range are not clipped.
+        """
+        return self._call(dict(inputs), eager=False, ranges=ranges)
+
     def call_eagerly(self, **inputs: mx.array | np.ndarray) -> dict[str, mx.array]:
         """Returns the same outputs, also where shapes depend on values on the device, which are then computed on the
         way: for a graph as its exporter meant it, not for a step that is compiled.
         """
         return self._call(inputs, eager=True)
 
-    def _call(self, inputs: dict[str, mx.array | np.ndarray], eager: bool) -> dict[str, mx.array]:
+    def _call(
+        self,
+        inputs: dict[str, mx.array | np.ndarray],
+        eager: bool,
+        ranges: Mapping[str, IntegerRange] | None = None,
+    ) -> dict[str, mx.array]:
         where, names = "the call of the module", {value.name for value in self._program.inputs}
         if missing := sorted(names - inputs.keys()):
             raise ProgramError(where, f"no input {', '.join(missing)}", "every input of the graph", "give it")
         if unknown := sorted(inputs.keys() - names):
             raise ProgramError(where, f"an input {', '.join(unknown)}", f"only {', '.join(sorted(names))}")
-        walk = self._make_walk(inputs, eager)
+        walk = self._make_walk(inputs, eager, ranges)
         walk.run(self._program)
         return {value.name: walk.device_value(value.name) for value in self._program.outputs}
 
-    def _make_walk(self, inputs: dict[str, mx.array | np.ndarray], eager: bool) -> ProgramWalk:
+    def _make_walk(
+        self, inputs: dict[str, mx.array | np.ndarray], eager: bool, ranges: Mapping[str, IntegerRange] | None
+    ) -> ProgramWalk:
         leaves = self._leaves()
-        return ProgramWalk(leaves | inputs, set(leaves), self._last_reads_by_node, eager)
+        return ProgramWalk(leaves | inputs, set(leaves), self._last_reads_by_node, eager, ranges=ranges)
 
     def _leaves(self) -> dict[str, Any]:
         """Returns the weights and layers by name, as they are now."""

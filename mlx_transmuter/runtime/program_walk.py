@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter import ops
+from mlx_transmuter.ops.indices import Indices, IntegerRange, range_of_array
+from mlx_transmuter.ops.integer_ranges import NodeCall, ranges_of_results
 from mlx_transmuter.program import Node, Program
 
 # A node with more elements than this on the host side runs on the device, where it costs a step little.
@@ -35,7 +38,8 @@ class ProgramWalk:
     host can therefore have too. last_reads: see find_last_reads. eager: whether the host may wait for any value of the
     device. read_leaf: returns a weight or layer that is not among the values, for the first node that reads it; each
     node is then evaluated before the next, in branches too, so that a leaf is in memory from its first to its last
-    read. device_copies: the device copies of values on the host.
+    read. ranges: the ranges that the caller knows the integers of values to be in; the walk adds those that follow.
+    device_copies: the device copies of values on the host.
     """
 
     def __init__(
@@ -45,9 +49,11 @@ class ProgramWalk:
         last_reads: dict[int, list[str]],
         eager: bool = False,
         read_leaf: Callable[[str], Any] | None = None,
+        ranges: Mapping[str, IntegerRange] | None = None,
     ):
         self.values, self.input_independent_names = values, input_independent_names
         self.last_reads, self.eager, self.read_leaf = last_reads, eager, read_leaf
+        self.ranges: dict[str, IntegerRange] = dict(ranges or {})
         self.device_copies: dict[str, mx.array] = {}
         self.host_bytes = 0  # of the values on the host that nodes computed
 
@@ -85,7 +91,9 @@ class ProgramWalk:
             attributes = self._attributes(operator, node, is_input_independent)
             results = self._run_on_host(operator, node, reads, attributes)
             if results is None:
-                results = _run(operator, node, self._arguments(operator, node), attributes)
+                arguments = list(self._arguments(operator, node))
+                results = _run(operator, node, arguments, attributes)
+                self._find_ranges(operator, node, NodeCall((), arguments, attributes, results))
                 if is_input_independent:
                     self.input_independent_names.update(name for name in node.outputs if name)
             return results
@@ -130,8 +138,8 @@ class ProgramWalk:
         for number, name in enumerate(node.inputs):
             if not name:
                 yield None
-            elif number in operator.host_if_known_inputs and isinstance(self._value(name), np.ndarray):
-                yield self._value(name)
+            elif number in operator.index_inputs:
+                yield self._indices(name)
             elif number in operator.host_inputs or (operator.host_variadic_inputs and number >= declared):
                 yield self.host_value(name, operator.input_name(number))
             else:
@@ -142,6 +150,29 @@ class ProgramWalk:
         if self.read_leaf is not None and name not in self.values:
             self.values[name] = self.read_leaf(name)
         return self.values[name]
+
+    def _indices(self, name: str) -> Indices:
+        """Returns the value as indices, with their range; of a weight the range is that of its values."""
+        value, known = self._value(name), self.range_of(name)
+        if known is None and name in self.input_independent_names and value.size:
+            with suppress(ValueError):  # which MLX raises where the weights are arguments of a traced function
+                known = range_of_array(ops.to_host(value))
+        return Indices(value, known)
+
+    def range_of(self, name: str) -> IntegerRange | None:
+        """Returns the range that the integers of a value are known to be in; None for no value, and no integers."""
+        value = self.values.get(name)
+        known = self.ranges.get(name)
+        return range_of_array(value) if known is None and isinstance(value, (np.ndarray, mx.array)) else known
+
+    def _find_ranges(self, operator: ops.Operator, node: Node, call: NodeCall) -> None:
+        """Adds the ranges of the node's outputs."""
+        if operator.range_rule is None:
+            return
+        call = call._replace(ranges=[self.range_of(name) for name in node.inputs])
+        for name, known in zip(node.outputs, ranges_of_results(operator.range_rule, call), strict=False):
+            if name and known is not None:
+                self.ranges[name] = known
 
     def host_value(self, name: str, parameter: str) -> np.ndarray:
         """Returns the value as numpy. Raises OperatorError for one that is known only when the step runs."""
@@ -180,6 +211,7 @@ class ProgramWalk:
                 {} if self.read_leaf is None else find_last_reads(program),
                 self.eager,
                 self.read_leaf,
+                {name: known for name, known in self.ranges.items() if name not in names},
             )
             walk.device_copies = {name: copy for name, copy in self.device_copies.items() if name not in names}
             walk.run(program)

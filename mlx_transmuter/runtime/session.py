@@ -63,14 +63,16 @@ class DecoderSession:
         """Returns lazy logits [rows, vocab] at the last token of each row; those of a row without one are unspecified.
 
         tokens: int32 [rows, seq], or float embeddings [rows, seq, dim]; the first counts[r] of row r are tokens, the
-        rest is padding. positions: int32 [rows, seq] or [axes, rows, seq], by default each token's index in its row.
-        Raises DecoderError for a row that would have more tokens than its max_lengths; CacheFullError, before anything
-        is done, where a prompt cache has no slots for the tokens.
+        rest is padding, ids too. positions: int32 [rows, seq] or [axes, rows, seq], by default each token's index in
+        its row. Raises DecoderError for a row that would have more tokens than its max_lengths, and for ids outside
+        the vocabulary; CacheFullError, before anything is done, where a prompt cache has no slots for the tokens. Where
+        steps run ahead, ids on the device are not read: they are those that were selected from the decoder's logits.
         """
         raise NotImplementedError
 
     def fork(self, parents: Sequence[int]) -> None:
         """Makes row r continue after the tokens of row parents[r] from now on."""
+        self._check_parents(parents)
         order = list(parents)
         self.lengths = self.lengths[order]
         self.max_lengths = np.maximum(self.max_lengths, self.max_lengths[order])
@@ -106,6 +108,23 @@ class DecoderSession:
     def end_rows(self, row_tokens: Sequence[Sequence[int] | None]) -> None:
         """Stores rows and ends them before the session. Needs a cache."""
         raise _no_cache("a prompt cache")
+
+    def _check_tokens(self, tokens: Any) -> mx.array | np.ndarray:
+        """Returns the token ids or embeddings of a step. Raises DecoderError for ids outside the vocabulary."""
+        is_on_device = isinstance(tokens, mx.array)
+        if self.decoder.signature.takes_embeddings or (is_on_device and self.runs_ahead):
+            return tokens if is_on_device else np.asarray(tokens)
+        ids, vocab = np.asarray(tokens), self.decoder.vocab_size
+        if ids.size and not (ids.min() >= 0 and ids.max() < vocab):
+            outside = ids[(ids < 0) | (ids >= vocab)]
+            raise DecoderError(f"the token ids {outside[:5].tolist()}", f"ids from 0 to {vocab - 1}")
+        return tokens if is_on_device else ids
+
+    def _check_parents(self, parents: Sequence[int]) -> None:
+        """Raises DecoderError unless there is one parent for each row, and each is a row."""
+        rows = self.decoder.rows
+        if len(parents) != rows or not all(0 <= parent < rows for parent in parents):
+            raise DecoderError(f"the parents {list(parents)}", f"{rows} rows, each from 0 to {rows - 1}")
 
     def _check_counts(self, tokens: Any, counts: Sequence[int]) -> np.ndarray:
         """Returns counts as int32 [rows]. Raises DecoderError where they don't fit the tokens or the rows' lengths."""

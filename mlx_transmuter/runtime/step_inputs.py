@@ -12,6 +12,7 @@ import numpy as np
 from mlx_transmuter import ops
 from mlx_transmuter.cache import CacheIndex, HybridIndex, QuantizedPool
 from mlx_transmuter.cache.layout import pool_size, spare_pool_row
+from mlx_transmuter.ops.indices import IntegerRange
 from mlx_transmuter.program import Program, Value
 from mlx_transmuter.program.signature import (
     CACHE_INDEX_INPUT,
@@ -25,8 +26,8 @@ from mlx_transmuter.program.signature import (
 class StepInputs:
     """Makes the inputs of one step of a decoder, by name and in the dtypes that its program declares.
 
-    max_positions: the rows of the graph's table of positions, to which positions (of padding) are clamped; None for no
-    clamping. Values that the graph needs on the host are numpy arrays, all others are `mx.array`s.
+    max_positions: the rows of the graph's table of positions, to which positions (of padding) are clipped; None for no
+    clipping. Values that the graph needs on the host are numpy arrays, all others are `mx.array`s.
     """
 
     signature: DecoderSignature
@@ -89,6 +90,21 @@ class StepInputs:
             logit_indices=logit_indices,
             extra_inputs=extra_inputs,
         )
+
+    def ranges(self, feed: Mapping[str, Any]) -> dict[str, IntegerRange]:
+        """Returns the ranges of the integers in the inputs of a step, by input name.
+
+        Sessions check token ids and how many tokens a row has, `feed` clips positions, and masks are made of bools.
+        """
+        signature = self.signature
+        ranges = {LOGIT_INDICES_INPUT: IntegerRange(0, feed[signature.token_input].shape[1] - 1)}
+        if not signature.takes_embeddings:
+            ranges[signature.token_input] = IntegerRange(0, signature.vocab_size - 1)
+        if signature.mask_input:
+            ranges[signature.mask_input] = IntegerRange(0, 1)
+        if signature.positions_input and self.max_positions:
+            ranges[signature.positions_input] = IntegerRange(0, self.max_positions - 1)
+        return ranges
 
     def host_inputs(self, past_length: int) -> dict[str, np.ndarray]:
         """Returns the inputs that must be known on the host: whether there is a past, and that no logits are cut off.
@@ -186,6 +202,6 @@ class StepInputs:
     def _fit_positions(self, positions: mx.array, rows: int, seq: int) -> mx.array:
         """Returns positions [rows, seq], or [axes, rows, seq], as the graph's position_ids."""
         if self.max_positions:
-            positions = mx.minimum(positions, self.max_positions - 1)
+            positions = mx.clip(positions, 0, self.max_positions - 1)
         axes = self.signature.position_axes
         return mx.broadcast_to(positions, (axes, rows, seq)) if axes and positions.ndim == 2 else positions

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from mlx_transmuter import ops
+from mlx_transmuter.ops.indices import IntegerRange
 from mlx_transmuter.program import Program
 from mlx_transmuter.runtime.module import ProgramModule
 from mlx_transmuter.runtime.program_walk import ProgramWalk, find_last_reads
@@ -37,7 +38,9 @@ class StreamedModule(ProgramModule):
         """Returns no arrays: none is kept."""
         return {}
 
-    def _make_walk(self, inputs: dict[str, mx.array | np.ndarray], eager: bool) -> ProgramWalk:
+    def _make_walk(
+        self, inputs: dict[str, mx.array | np.ndarray], eager: bool, ranges: Mapping[str, IntegerRange] | None
+    ) -> ProgramWalk:
         leaves = self._program.weights.keys() | self._program.layers.keys()
         return ProgramWalk(
             dict(inputs),
@@ -45,4 +48,5 @@ class StreamedModule(ProgramModule):
             self._last_reads_by_node,
             eager,
             lambda name: read_leaf(name, self._program, self._read_weight),
+            ranges,
         )

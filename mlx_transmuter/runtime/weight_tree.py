@@ -91,7 +91,20 @@ def _make_layer(path: str, options: dict[str, Any], program: Program) -> nn.Modu
     arrays = {name for name in program.weights if name.rpartition(".")[0] == path}
     if arrays != expected:
         raise ProgramError(f"the layer {path!r}", f"the weights {sorted(arrays)}", f"{sorted(expected)}")
+    _check_layer_rows(path, {name.rpartition(".")[2]: program.weights[name].shape for name in arrays})
     return layer
+
+
+def _check_layer_rows(path: str, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raises ProgramError unless each array of a layer has a vector, or a bias a number, for each row of its weight.
+
+    MLX compares the widths alone, and would read the rows that are missing from what lies behind the array.
+    """
+    rows = shapes["weight"][:-1]
+    for array, shape in shapes.items():
+        if (shape if array == "bias" else shape[:-1]) != rows:
+            found = f"{array} {list(shape)} beside the weight {list(shapes['weight'])}"
+            raise ProgramError(f"the layer {path!r}", found, f"one for each of the weight's rows {list(rows)}")
 
 
 def _check_weights(program: Program, weights: dict[str, mx.array]) -> None:

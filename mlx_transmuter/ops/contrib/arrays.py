@@ -3,6 +3,9 @@
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.ops.functional.indexing import take
+from mlx_transmuter.ops.indices import Indices
+from mlx_transmuter.ops.integer_ranges import same_range
 from mlx_transmuter.ops.onnx.creation import range_
 from mlx_transmuter.ops.onnx.gather_scatter import gather_nd
 from mlx_transmuter.ops.onnx.image_sampling import grid_sample
@@ -29,8 +32,8 @@ def pad_1(x, pads: HostArray, value=None, *, mode: str = "constant"):
     return pad(x, pads.reshape(-1), value, mode=mode)
 
 
-@op("com.microsoft.GatherND-1")
-def gather_nd_1(x, indices):
+@op("com.microsoft.GatherND-1", integer_range=same_range)
+def gather_nd_1(x, indices: Indices):
     """ONNX's GatherND without batch axes. com.microsoft GatherND-1."""
     return gather_nd(x, indices)
 
@@ -49,9 +52,9 @@ def unique_1(x: HostArray):
 
 
 @op("com.microsoft.TorchEmbedding-1")
-def torch_embedding(weight, indices, padding_idx=None, scale_grad_by_freq=None):
+def torch_embedding(weight, indices: Indices, padding_idx=None, scale_grad_by_freq=None):
     """The rows of weight [rows, dim] at indices; the other inputs are for gradients. com.microsoft TorchEmbedding-1."""
-    return mx.take(weight, indices, axis=0)
+    return take(weight, indices)
 
 
 @op("com.microsoft.Inverse-1")
@@ -72,4 +75,4 @@ def unfold_tensor(x, *, size: int, dim: int = -1, step: int = 1):
     dim %= x.ndim
     firsts = np.arange(0, x.shape[dim] - size + 1, step)
     places = firsts[:, None] + np.arange(size)
-    return mx.moveaxis(mx.take(x, mx.array(places.astype(np.int32)), axis=dim), dim + 1, -1)
+    return mx.moveaxis(take(x, places, axis=dim), dim + 1, -1)

@@ -1,6 +1,9 @@
 """Weights in few bits of com.microsoft: MatMulNBits, MatMulBnb4 and GatherBlockQuantized."""
 
+import math
+
 import mlx.core as mx
+import numpy as np
 
 from mlx_transmuter.ops.functional.block_quantization import (
     dequantize_blocks,
@@ -9,7 +12,8 @@ from mlx_transmuter.ops.functional.block_quantization import (
     to_mlx_affine,
     unpack_bits,
 )
-from mlx_transmuter.ops.functional.indexing import wrap_negative_indices
+from mlx_transmuter.ops.functional.indexing import index_array, take, wrap_indices
+from mlx_transmuter.ops.indices import Indices
 from mlx_transmuter.ops.registry import OperatorError, op
 
 
@@ -19,7 +23,7 @@ def mat_mul_n_bits(
     b,
     scales,
     zero_points=None,
-    g_idx=None,
+    g_idx: Indices = None,
     bias=None,
     *,
     K: int,
@@ -45,9 +49,10 @@ def mat_mul_n_bits(
     blocks = -(-K // block_size)
     packed, scales = b.reshape(N, blocks, block_size * bits // 8), scales.reshape(N, blocks)
     affine = None
-    column_blocks = mx.arange(K, dtype=mx.int32) // block_size
-    if g_idx is not None and g_idx.size:
-        column_blocks = g_idx.reshape(-1)[:K]
+    column_blocks = Indices.of(np.arange(K) // block_size)
+    if g_idx is not None and math.prod(g_idx.shape):
+        g_idx = Indices.of(g_idx).reshape(-1)
+        column_blocks = Indices(g_idx.array[:K], g_idx.range)
     else:
         affine = to_mlx_affine(packed, scales, zero_points, bits, block_size)
     if affine is not None:
@@ -106,7 +111,7 @@ def dequantize_bnb4(
         raise OperatorError(f"quant_type {kind}", "0 (FP4) or 1 (NF4)")
     size = rows * columns
     codes = mx.stack([packed >> 4, packed & 15], axis=-1).reshape(-1)[:size]
-    values = mx.take(mx.array(_BNB4_CODE_VALUES[kind], mx.float32), codes.astype(mx.int32))
+    values = take(mx.array(_BNB4_CODE_VALUES[kind], mx.float32), Indices.between(codes.astype(mx.int32), 0, 15))
     scales = mx.repeat(absmax.reshape(-1).astype(mx.float32), block_size)[:size]
     return (values * scales).reshape(rows, columns)
 
@@ -114,7 +119,7 @@ def dequantize_bnb4(
 @op("com.microsoft.GatherBlockQuantized-1")
 def gather_block_quantized(
     data,
-    indices,
+    indices: Indices,
     scales,
     zero_points=None,
     *,
@@ -134,12 +139,10 @@ def gather_block_quantized(
     per_byte = 8 // bits if _shares_bytes(data, scales, blocked, bits, block_size) else 1
     default = float(1 << (bits - 1)) if data.dtype == mx.uint8 and (per_byte > 1 or bits == 8) else 0.0
     size = data.shape[axis]
-    row = wrap_negative_indices(indices, size)
-    inside = (row >= 0) & (row < size)
-    row = mx.clip(row, 0, size - 1)
+    row, inside = _rows_inside(Indices.of(indices), size)
 
     def rows(x: mx.array) -> mx.array:
-        return mx.take(x, row, axis=axis)
+        return take(x, row, axis=axis)
 
     values, scale = rows(data), rows(scales)
     zeros = None if zero_points is None else rows(zero_points)
@@ -149,16 +152,29 @@ def gather_block_quantized(
         values = unpack_bits(values, bits, values.shape[-1] * per_byte)
         zeros = None if zeros is None else unpack_bits(zeros, bits, scale.shape[-1])
     if blocked == axis:  # a row of data has the scale of its block, not of its own index
-        block = row // block_size
-        scale = mx.take(scales, block, axis=axis)
-        zeros = None if zero_points is None else mx.take(zero_points, block, axis=axis)
+        block = Indices.between(index_array(row) // block_size, 0, (size - 1) // block_size)
+        scale = take(scales, block, axis=axis)
+        zeros = None if zero_points is None else take(zero_points, block, axis=axis)
     else:
         scale = repeat_blocks(scale, place, block_size, values.shape[place])
         zeros = None if zeros is None else repeat_blocks(zeros, place, block_size, values.shape[place])
     floats = values.astype(mx.float32) - (default if zeros is None else zeros.astype(mx.float32))
     floats = (floats * scale.astype(mx.float32)).astype(scales.dtype)
+    if inside is None:
+        return floats
     mask = inside.reshape(*(1,) * axis, *row.shape, *(1,) * (data.ndim - axis - 1))
     return mx.where(mask, floats, mx.zeros((), dtype=scales.dtype))
+
+
+def _rows_inside(indices: Indices, size: int) -> tuple[Indices, mx.array | None]:
+    """Returns the indices into an axis of that size as indices from 0 to size - 1, and which of them are in the axis;
+    None where all are known to be.
+    """
+    if indices.range is not None and indices.range.is_within(-size, size - 1):
+        return Indices.between(wrap_indices(indices, size), 0, size - 1), None
+    array = index_array(indices)
+    row = mx.clip(mx.where(array < 0, array + size, array), 0, size - 1)
+    return Indices.between(row, 0, size - 1), (array >= -size) & (array < size)
 
 
 def _shares_bytes(data: mx.array, scales: mx.array, blocked: int, bits: int, block_size: int) -> bool:

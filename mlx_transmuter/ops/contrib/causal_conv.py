@@ -5,6 +5,7 @@ from itertools import pairwise
 import mlx.core as mx
 
 from mlx_transmuter.ops.functional.causal_conv import depthwise_causal_conv
+from mlx_transmuter.ops.functional.indexing import element
 from mlx_transmuter.ops.registry import HostArray, OperatorError, op
 
 
@@ -45,7 +46,7 @@ def causal_conv_with_state(
             "ndim above 1, or attributes that onnxruntime has on CUDA only",
             "one axis of tokens and a state of its own length",
         )
-    past = past_state[-1] if state_window and past_state is not None else past_state
+    past = element(past_state, -1) if state_window and past_state is not None else past_state
 
     def rows(a: mx.array) -> mx.array:
         return a.reshape(*a.shape[:2], -1) if channels_last else a.swapaxes(1, 2)

@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 from mlx_transmuter.ops.contrib.integer_products import dynamic_quantize_mat_mul
+from mlx_transmuter.ops.functional.indexing import element
 from mlx_transmuter.ops.functional.recurrent import LSTMParameters, run_recurrent_layer
 from mlx_transmuter.ops.onnx.recurrent import resolve_activations
 from mlx_transmuter.ops.registry import op
@@ -43,12 +44,12 @@ def dynamic_quantize_lstm(
     parameters = LSTMParameters(b, p, functions, hidden, bool(input_forget))
 
     def by_direction(value: mx.array, d: int) -> mx.array:
-        return value.reshape(w.shape[0], -1)[d].reshape(-1 if value.ndim > 1 else ())
+        return element(value.reshape(w.shape[0], -1), d).reshape(-1 if value.ndim > 1 else ())
 
     # The products of the inputs for all directions side by side: a step takes its own slice.
     inputs = mx.concatenate(
         [
-            dynamic_quantize_mat_mul(x, w[d], by_direction(w_scale, d), by_direction(w_zero_point, d))
+            dynamic_quantize_mat_mul(x, element(w, d), by_direction(w_scale, d), by_direction(w_zero_point, d))
             for d in range(w.shape[0])
         ],
         axis=-1,
@@ -60,7 +61,7 @@ def dynamic_quantize_lstm(
 
         def step(xt: mx.array, h: mx.array, c: mx.array) -> list[mx.array]:
             gates = xt[:, 4 * hidden * d : 4 * hidden * (d + 1)] + cell.bias
-            return cell(gates + dynamic_quantize_mat_mul(h, r[d], scale, zero_point), c)
+            return cell(gates + dynamic_quantize_mat_mul(h, element(r, d), scale, zero_point), c)
 
         return step
 

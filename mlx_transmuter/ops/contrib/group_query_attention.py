@@ -5,11 +5,13 @@ import math
 import mlx.core as mx
 
 from mlx_transmuter.cache.layout import shared_arange
-from mlx_transmuter.ops.contrib.kv_buffers import value_if_known, write_to_buffer
-from mlx_transmuter.ops.functional.attention import attend, attention_weights_and_scores
+from mlx_transmuter.ops.contrib.kv_buffers import first_columns, value_if_known, write_to_buffer
+from mlx_transmuter.ops.functional.attention import attend, attention_weights_and_scores, following_positions
 from mlx_transmuter.ops.functional.heads import merge_heads, split_qkv_heads
+from mlx_transmuter.ops.functional.indexing import clip_indices
 from mlx_transmuter.ops.functional.norms import rms_norm
 from mlx_transmuter.ops.functional.rotary import rotate_at_positions
+from mlx_transmuter.ops.indices import Indices
 from mlx_transmuter.ops.registry import OperatorError, op
 
 
@@ -20,11 +22,11 @@ def group_query_attention(
     value=None,
     past_key=None,
     past_value=None,
-    seqlens_k=None,
+    seqlens_k: Indices = None,
     total_sequence_length=None,
     cos_cache=None,
     sin_cache=None,
-    position_ids=None,
+    position_ids: Indices = None,
     attention_bias=None,
     head_sink=None,
     k_scale=None,
@@ -81,10 +83,14 @@ def group_query_attention(
         raise OperatorError("no seqlens_k", "the length of each row, less 1")
     q, k, v = split_qkv_heads(query, key, value, num_heads, kv_num_heads)
     batch, _, seq, dim = q.shape
-    length = seqlens_k.reshape(batch) + 1
-    real = query_seqlens.reshape(batch) if query_seqlens is not None else mx.minimum(length, seq)
-    start = length - real
-    positions = start[:, None] + shared_arange(seq)[None]
+    # A total that is known only when the step runs must fit the past's capacity, which then is the present's, too.
+    min_total = seq if attention_bias is None else attention_bias.shape[-1]
+    total = value_if_known(total_sequence_length, min_total)
+    capacity = max(0 if past_key is None else past_key.shape[2], total)
+    length = clip_indices(seqlens_k, -1, capacity - 1).reshape(batch) + 1
+    counts = None if query_seqlens is None else query_seqlens.reshape(batch)
+    start = _first_columns(length, counts, seq, capacity)
+    positions = following_positions(start, seq)
 
     if q_norm_weight is not None and k_norm_weight is not None:
         q_eps = qk_norm_epsilon if q_norm_epsilon is None else q_norm_epsilon
@@ -92,16 +98,13 @@ def group_query_attention(
         q = rms_norm(q, q_norm_weight, q_eps, compute_dtype=q.dtype)
         k = rms_norm(k, k_norm_weight, k_eps, compute_dtype=k.dtype)
     if do_rotary:
-        rotary_positions = positions if position_ids is None else position_ids.reshape(-1, seq)
+        rotary_positions = positions if position_ids is None else Indices.of(position_ids).reshape(-1, seq)
         q, k = rotate_at_positions((q, k), cos_cache, sin_cache, rotary_positions, interleaved=rotary_interleaved)
 
-    # A total that is known only when the step runs must fit the past's capacity, which then is the present's, too.
-    min_total = seq if attention_bias is None else attention_bias.shape[-1]
-    total = value_if_known(total_sequence_length, min_total)
-    capacity = max(0 if past_key is None else past_key.shape[2], total)
-    k, v = write_to_buffer(past_key, k, start, capacity), write_to_buffer(past_value, v, start, capacity)
+    k = write_to_buffer(past_key, k, start, capacity, counts)
+    v = write_to_buffer(past_value, v, start, capacity, counts)
     columns = shared_arange(capacity)[None, None, None]
-    newest = positions[:, None, :, None] if causal else (length[:, None, None, None] - 1)
+    newest = positions.array[:, None, :, None] if causal else (length[:, None, None, None] - 1)
     visible = columns <= newest
     if local_window_size > 0:
         visible = visible & (columns > newest - local_window_size)
@@ -117,3 +120,14 @@ def group_query_attention(
         return output, k, v
     weights, scores = attention_weights_and_scores(q, k, scale, **options)
     return output, k, v, (scores if qk_output == 1 else weights).astype(q.dtype)
+
+
+def _first_columns(length: mx.array, counts: mx.array | None, seq: int, capacity: int) -> Indices:
+    """Returns the column of each row's first token, [batch]: after the tokens that it holds already.
+
+    length: int32 [batch], from 0 to capacity, the tokens of each row after the step. counts: how many of these are the
+    step's; None for seq, or all where a row has fewer: a first prompt with padding.
+    """
+    if counts is not None:
+        return Indices.of(length - counts)
+    return first_columns(Indices.between(length - mx.minimum(length, seq), 0, max(capacity - seq, 0)), seq, capacity)

@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from mlx_transmuter.ops.contrib.multi_head_attention import attend_packed_qkv, cuda_only_error
 from mlx_transmuter.ops.contrib.normalization import normalize_embedding_sum
+from mlx_transmuter.ops.functional.indexing import take_rows
 from mlx_transmuter.ops.functional.integer_quantization import (
     dequantize_affine,
     integer_matmul,
@@ -13,6 +14,7 @@ from mlx_transmuter.ops.functional.integer_quantization import (
     round_and_saturate,
     subtract_zero_point,
 )
+from mlx_transmuter.ops.indices import Indices
 from mlx_transmuter.ops.onnx.quantization import dynamic_quantize_linear
 from mlx_transmuter.ops.registry import op
 
@@ -160,8 +162,8 @@ def reduce_sum_integer(x, *, axes: list[int], keepdims: int):
 
 @op("com.microsoft.QEmbedLayerNormalization-1")
 def q_embed_layer_normalization(
-    input_ids,
-    segment_ids,
+    input_ids: Indices,
+    segment_ids: Indices,
     word_embedding,
     position_embedding,
     segment_embedding,
@@ -188,9 +190,9 @@ def q_embed_layer_normalization(
     positions = position_embedding[: input_ids.shape[1]]
     segments = None
     if segment_ids is not None and segment_embedding is not None:
-        segments = mx.take(segment_embedding, segment_ids, axis=0)
+        segments = take_rows(segment_embedding, segment_ids)
         segments = dequantize_affine(segments, segment_embedding_scale, segment_embedding_zero_point)
-    words = mx.take(word_embedding, input_ids, axis=0)
+    words = take_rows(word_embedding, input_ids)
     return normalize_embedding_sum(
         words=dequantize_affine(words, word_embedding_scale, word_embedding_zero_point),
         positions=dequantize_affine(positions, position_embedding_scale, position_embedding_zero_point)[None],

@@ -6,6 +6,7 @@ from itertools import pairwise
 import mlx.core as mx
 
 from mlx_transmuter.ops.functional.heads import repeat_heads
+from mlx_transmuter.ops.functional.indexing import element
 from mlx_transmuter.ops.functional.linear_recurrence import (
     RecurrenceInputs,
     linear_recurrence,
@@ -47,7 +48,7 @@ def linear_attention(
     if past_state is None:
         state = mx.zeros((batch, heads, tokens.k.shape[-1], tokens.v.shape[-1]))
     else:
-        state = repeat_heads((past_state[-1] if state_window else past_state).astype(mx.float32), heads)
+        state = repeat_heads((element(past_state, -1) if state_window else past_state).astype(mx.float32), heads)
     y, states = _recurrence_with_last_states(
         tokens, state, scale or 1 / math.sqrt(tokens.q.shape[-1]), max(state_window, 1)
     )

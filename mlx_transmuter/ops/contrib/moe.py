@@ -5,14 +5,17 @@ from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_transmuter.ops.functional.block_quantization import dequantize_blocks, to_mlx_affine, unpack_bits
+from mlx_transmuter.ops.functional.indexing import put_along_axis
+from mlx_transmuter.ops.indices import Indices
 from mlx_transmuter.ops.mlx.moe import combine_expert_outputs, dispatch_to_experts, expert_activation, route_tokens
 from mlx_transmuter.ops.mlx.switch_linear import QuantizedWeight, expert_matmul, quantized_expert_matmul
 from mlx_transmuter.ops.registry import OperatorError, op
 
 # A projection of rows by the experts of each, both as mlx.dispatch gives them.
-Projection = Callable[[mx.array, mx.array], mx.array]
+Projection = Callable[[mx.array, Indices], mx.array]
 
 
 def _dense_projection(weights: mx.array, bias: mx.array | None) -> Projection:
@@ -28,12 +31,13 @@ class Experts(NamedTuple):
     fc3: Projection | None
     activation: Callable[[mx.array, mx.array | None], mx.array]
 
-    def __call__(self, x: mx.array, indices: mx.array, scores: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, indices: Indices, scores: mx.array) -> mx.array:
         """Returns the sums, in x's shape and type, of the experts' outputs for x [..., hidden], weighted by scores.
 
         indices, scores: [tokens, k], each token's experts and their weights.
         """
-        rows, experts, order = dispatch_to_experts(x, indices)
+        rows, experts, order = dispatch_to_experts(x, indices.array)
+        experts = Indices(experts, indices.range)
         inner = self.activation(self.fc1(rows, experts), None if self.fc3 is None else self.fc3(rows, experts))
         outputs = self.fc2(inner, experts).astype(mx.float32)
         return combine_expert_outputs(outputs, order, scores).astype(x.dtype).reshape(x.shape)
@@ -83,7 +87,13 @@ def moe(
         None if fc3_experts_weights is None else _dense_projection(fc3_experts_weights, fc3_experts_bias),
         activation,
     )
-    return experts(x, *route_tokens(router_probs, k=k, normalize=normalize_routing_weights))
+    return experts(x, *_route_tokens(router_probs, k=k, normalize=normalize_routing_weights))
+
+
+def _route_tokens(router_probs, router_weights=None, **options) -> tuple[Indices, mx.array]:
+    """Returns what `route_tokens` does, the experts with their range."""
+    experts, scores = route_tokens(router_probs, router_weights, **options)
+    return Indices.between(experts, 0, router_probs.shape[-1] - 1), scores
 
 
 def _quantized_projection(packed, scales, zero_points, bias, bits: int, block_size: int | None) -> Projection:
@@ -102,8 +112,7 @@ def _quantized_projection(packed, scales, zero_points, bias, bits: int, block_si
     zero_points = None if zero_points is None else zero_points.reshape(experts * rows, -1)
     affine = to_mlx_affine(flat, scales, zero_points, bits, block)
     if affine is None:
-        column_blocks = mx.arange(size, dtype=mx.int32) // block
-        weights = dequantize_blocks(flat, scales, zero_points, bits, column_blocks).astype(scales.dtype)
+        weights = dequantize_blocks(flat, scales, zero_points, bits, np.arange(size) // block).astype(scales.dtype)
         return _dense_projection(weights.reshape(experts, rows, size), bias)
     *arrays, group_size = affine
     affine_weight, scales, biases = (array.reshape(experts, rows, -1) for array in arrays)
@@ -190,7 +199,7 @@ def q_moe(
         activation,
     )
     normalize = bool(normalize_routing_weights) or router_weights is None
-    return experts(x, *route_tokens(router_probs, router_weights, k=k, normalize=normalize))
+    return experts(x, *_route_tokens(router_probs, router_weights, k=k, normalize=normalize))
 
 
 @op("com.microsoft.MoEGroupRouter-1")
@@ -232,5 +241,5 @@ def moe_group_router(
 
 def _top_k_mask(x: mx.array, count: int) -> mx.array:
     """Returns which `count` elements of each row of x are the largest, the first of equal ones: bool, in x's shape."""
-    places = mx.argsort(-x, axis=-1)[..., :count]
-    return mx.put_along_axis(mx.zeros(x.shape, dtype=mx.bool_), places, mx.array(True), axis=-1)
+    places = Indices.between(mx.argsort(-x, axis=-1)[..., :count], 0, x.shape[-1] - 1)
+    return put_along_axis(mx.zeros(x.shape, dtype=mx.bool_), places, mx.array(True), axis=-1)

@@ -14,6 +14,8 @@ from mlx_transmuter.ops.functional.attention import (
     weighted_values,
 )
 from mlx_transmuter.ops.functional.heads import merge_heads, split_heads
+from mlx_transmuter.ops.functional.indexing import element
+from mlx_transmuter.ops.indices import Indices
 from mlx_transmuter.ops.registry import OperatorError, op
 
 
@@ -27,8 +29,8 @@ def multi_head_attention(
     attention_bias=None,
     past_key=None,
     past_value=None,
-    past_sequence_length=None,
-    cache_indirection=None,
+    past_sequence_length: Indices = None,
+    cache_indirection: Indices = None,
     *,
     num_heads: int,
     mask_filter_value: float = -10000.0,
@@ -53,8 +55,8 @@ def multi_head_attention(
             v,
             past_key,
             past_value,
-            past_length=past_sequence_length,
-            cache_indirection=cache_indirection,
+            past_length=Indices.of(past_sequence_length),
+            cache_indirection=None if cache_indirection is None else Indices.of(cache_indirection),
             mask=key_padding_mask,
             attention_bias=attention_bias,
             mask_filter_value=mask_filter_value,
@@ -78,7 +80,7 @@ def multi_head_attention(
 def project_qkv_heads(query, key, value, bias, heads: int) -> tuple[mx.array, mx.array, mx.array]:
     """Returns q, k and v as [batch, heads, length, dim], with the bias added to those that are projections."""
     if query.ndim == 5:
-        q, k, v = (query[..., i, :].transpose(0, 2, 1, 3) for i in range(3))
+        q, k, v = (element(query, i, -2).transpose(0, 2, 1, 3) for i in range(3))
     else:
         q = split_heads(query, heads)
         if key is None:
@@ -86,7 +88,7 @@ def project_qkv_heads(query, key, value, bias, heads: int) -> tuple[mx.array, mx
                 f"no key for a query of shape {list(query.shape)}", "a key, or a packed query of rank 5"
             )
         if key.ndim == 5:
-            k, v = (key[..., i, :].transpose(0, 2, 1, 3) for i in range(2))
+            k, v = (element(key, i, -2).transpose(0, 2, 1, 3) for i in range(2))
         elif value is None:
             raise OperatorError(f"no value for a key of shape {list(key.shape)}", "a value, or a packed key of rank 5")
         elif key.ndim == 4:
@@ -112,9 +114,9 @@ def decoder_masked_multi_head_attention(
     attention_bias=None,
     past_key=None,
     past_value=None,
-    past_sequence_length=None,
+    past_sequence_length: Indices = None,
     beam_width=None,
-    cache_indirection=None,
+    cache_indirection: Indices = None,
     bias=None,
     *,
     num_heads: int,
@@ -219,7 +221,8 @@ def attend_packed_qkv(
     k = split_heads(packed_qkv[..., q_size : q_size + k_size], heads)
     v = split_heads(packed_qkv[..., q_size + k_size : q_size + k_size + v_size], heads)
     if past is not None:
-        k, v = mx.concatenate([past[0], k], axis=2), mx.concatenate([past[1], v], axis=2)
+        past_k, past_v = element(past, 0), element(past, 1)
+        k, v = mx.concatenate([past_k, k], axis=2), mx.concatenate([past_v, v], axis=2)
     batch, _, seq, dim = q.shape
     context = k.shape[2]
     added = attention_bias

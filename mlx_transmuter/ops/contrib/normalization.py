@@ -2,7 +2,9 @@
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.functional.indexing import take_rows
 from mlx_transmuter.ops.functional.norms import inverse_rms, rms_norm, standardize
+from mlx_transmuter.ops.indices import Indices
 from mlx_transmuter.ops.onnx.activation import swish
 from mlx_transmuter.ops.registry import OperatorError, op
 
@@ -58,15 +60,15 @@ def _add_skip_and_bias(x: mx.array, skip: mx.array, bias: mx.array | None) -> mx
 
 @op("com.microsoft.EmbedLayerNormalization-1")
 def embed_layer_normalization(
-    input_ids,
-    segment_ids,
+    input_ids: Indices,
+    segment_ids: Indices,
     word_embedding,
     position_embedding,
     segment_embedding,
     gamma,
     beta,
     mask=None,
-    position_ids=None,
+    position_ids: Indices = None,
     *,
     epsilon: float = 1e-12,
     mask_index_type: int = 0,
@@ -78,14 +80,12 @@ def embed_layer_normalization(
     embeddings: [rows, hidden]. Without a mask the counts are 0. com.microsoft EmbedLayerNormalization-1.
     """
     seq = input_ids.shape[1]
-    positions = (
-        position_embedding[None, :seq] if position_ids is None else mx.take(position_embedding, position_ids, axis=0)
-    )
+    positions = position_embedding[None, :seq] if position_ids is None else take_rows(position_embedding, position_ids)
     segments = None
     if segment_ids is not None and segment_embedding is not None:
-        segments = mx.take(segment_embedding, segment_ids, axis=0)
+        segments = take_rows(segment_embedding, segment_ids)
     return normalize_embedding_sum(
-        words=mx.take(word_embedding, input_ids, axis=0),
+        words=take_rows(word_embedding, input_ids),
         positions=positions,
         segments=segments,
         gamma=gamma,

@@ -7,8 +7,10 @@ import mlx.core as mx
 from mlx_transmuter.cache.layout import shared_arange
 from mlx_transmuter.ops.functional.attention import attend
 from mlx_transmuter.ops.functional.heads import split_qkv_heads
+from mlx_transmuter.ops.functional.indexing import element, index_array, put_along_axis, take
 from mlx_transmuter.ops.functional.norms import rms_norm
 from mlx_transmuter.ops.functional.rotary import rotate_at_positions
+from mlx_transmuter.ops.indices import Indices
 from mlx_transmuter.ops.registry import OperatorError, op
 
 
@@ -19,12 +21,12 @@ def paged_attention(
     value,
     key_cache,
     value_cache,
-    cumulative_sequence_length,
-    past_seqlens,
-    block_table,
+    cumulative_sequence_length: Indices,
+    past_seqlens: Indices,
+    block_table: Indices,
     cos_cache=None,
     sin_cache=None,
-    slot_mapping=None,
+    slot_mapping: Indices = None,
     head_sink=None,
     q_norm_weight=None,
     k_norm_weight=None,
@@ -68,15 +70,19 @@ def paged_attention(
             "keys and values apart, in floats",
         )
     tokens = query.shape[0]
-    tokens = query.shape[0]
+    cumulative, past, table = (index_array(x) for x in (cumulative_sequence_length, past_seqlens, block_table))
+    batch, max_pages = table.shape
+    if cumulative.shape != (batch + 1,) or past.shape != (batch,):
+        found = f"{list(past.shape)} pasts and {list(cumulative.shape)} ends for a table of {batch} sequences"
+        raise OperatorError(found, "a past for each, and an end more")
     # Each token is a row of its own: q, k and v are [tokens, heads, 1, dim].
     key, value = (None if x is None else x[:, None] for x in (key, value))
     q, k, v = split_qkv_heads(query[:, None], key, value, num_heads, kv_num_heads)
     dim = q.shape[-1]
     order = shared_arange(tokens)
-    row = mx.sum(order[:, None] >= cumulative_sequence_length[None, 1:], axis=1).astype(mx.int32)
-    row = mx.minimum(row, past_seqlens.size - 1)
-    position = mx.take(past_seqlens, row) + order - mx.take(cumulative_sequence_length, row)
+    row = mx.minimum(mx.sum(order[:, None] >= cumulative[None, 1:], axis=1).astype(mx.int32), batch - 1)
+    of_row = Indices.between(row, 0, batch - 1)
+    position = take(past, of_row) + order - take(cumulative, of_row)
 
     if q_norm_weight is not None and k_norm_weight is not None:
         q = rms_norm(q, q_norm_weight, qk_norm_epsilon, compute_dtype=q.dtype)
@@ -93,30 +99,29 @@ def paged_attention(
 
     page = key_cache.shape[1]
     if slot_mapping is None:
-        block = mx.take(block_table.reshape(-1), row * block_table.shape[1] + position // page)
-        slot_mapping = mx.where(block < 0, -1, block * page + position % page)
-    key_cache, value_cache = _store_at_slots(key_cache, k, slot_mapping), _store_at_slots(value_cache, v, slot_mapping)
+        column = position // page
+        block = take(table.reshape(-1), row * max_pages + mx.clip(column, 0, max_pages - 1))
+        is_mapped = (column >= 0) & (column < max_pages) & (block >= 0) & (block < key_cache.shape[0])
+        slots = mx.where(is_mapped, block * page + position % page, -1)
+    else:
+        slots = index_array(slot_mapping)
+    key_cache, value_cache = _store_at_slots(key_cache, k, slots), _store_at_slots(value_cache, v, slots)
 
     # The context is the pages of all sequences one after another, of which each token sees those of its own sequence:
     # one product, without a copy of the pages per token.
-    batch, max_pages = block_table.shape
-    pages = mx.maximum(block_table.reshape(-1), 0)
+    pages = mx.maximum(table.reshape(-1), 0)
     columns = shared_arange(max_pages * page)
-    newest = (
-        position
-        if is_causal
-        else mx.take(past_seqlens + cumulative_sequence_length[1:] - cumulative_sequence_length[:-1], row) - 1
-    )
+    newest = position if is_causal else take(past + cumulative[1:] - cumulative[:-1], of_row) - 1
     visible = columns <= newest[:, None]
     if local_window_size > 0:
         visible = visible & (columns > position[:, None] - local_window_size)
     owned = row[:, None] == shared_arange(batch)
-    mapped = mx.repeat(block_table >= 0, page, axis=1)
+    mapped = mx.repeat(table >= 0, page, axis=1)
     visible = (visible[:, None] & owned[..., None] & mapped[None]).reshape(tokens, -1)
 
     def context(cache: mx.array) -> mx.array:
         """Returns the pages of all sequences: [1, kv heads, batch · max pages · page, dim]."""
-        return mx.take(cache, pages, axis=0).reshape(-1, kv_num_heads, dim).swapaxes(0, 1)[None]
+        return take(cache, pages).reshape(-1, kv_num_heads, dim).swapaxes(0, 1)[None]
 
     y = attend(
         q.squeeze(2).swapaxes(0, 1)[None],
@@ -133,15 +138,15 @@ def paged_attention(
 def _store_at_slots(cache: mx.array, rows: mx.array, slots: mx.array) -> mx.array:
     """Returns the cache [pages, page, heads, dim] with rows [tokens, heads, 1, dim] at the slots [tokens].
 
-    A token with slot -1 is not stored. As MLX cannot leave out one store of many, it writes the first stored token once
-    more, or what slot 0 holds if no token is stored.
+    A token whose slot is none of the cache's, as -1, is not stored. As MLX cannot leave out one store of many, it
+    writes the first stored token once more, or what slot 0 holds if no token is stored.
     """
     flat = cache.reshape(-1, *cache.shape[2:])
     rows = rows.squeeze(2).astype(cache.dtype)
-    is_stored = slots >= 0
-    first, any_stored = mx.argmax(is_stored), mx.any(is_stored)
-    target = mx.where(is_stored, slots, mx.where(any_stored, slots[first], 0))
-    repeated = mx.where(any_stored, rows[first], flat[0])
+    is_stored = (slots >= 0) & (slots < flat.shape[0])
+    first, any_stored = Indices.between(mx.argmax(is_stored), 0, slots.size - 1), mx.any(is_stored)
+    target = mx.where(is_stored, slots, mx.where(any_stored, take(slots, first), 0))
+    repeated = mx.where(any_stored, take(rows, first), element(flat, 0))
     values = mx.where(is_stored[:, None, None], rows, repeated[None])
-    places = mx.broadcast_to(target[:, None, None], values.shape)
-    return mx.put_along_axis(flat, places, values, axis=0).reshape(cache.shape)
+    places = Indices.between(mx.broadcast_to(target[:, None, None], values.shape), 0, flat.shape[0] - 1)
+    return put_along_axis(flat, places, values, axis=0).reshape(cache.shape)

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter.ops.functional.heads import split_heads
+from mlx_transmuter.ops.functional.indexing import take
 from mlx_transmuter.ops.registry import HostArray, OperatorError, op
 
 
@@ -33,7 +34,7 @@ def relative_position_bias(
     )
     far = np.minimum(exact + (ratio * np.float32(buckets - exact)).astype(np.int32), buckets - 1)
     bucket = first + np.where(distance < exact, distance, far)
-    return mx.take(bias_table.reshape(heads, -1), mx.array(bucket.astype(np.int32)), axis=1)[None]
+    return take(bias_table.reshape(heads, -1), bucket, axis=1)[None]
 
 
 @op("com.microsoft.GatedRelativePositionBias-1")

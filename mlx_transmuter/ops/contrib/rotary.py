@@ -1,10 +1,14 @@
 """Rotary position embeddings of com.microsoft, by tables of cosines and sines."""
 
+import math
+
 import mlx.core as mx
 
-from mlx_transmuter.cache.layout import shared_arange
+from mlx_transmuter.ops.functional.attention import following_positions
 from mlx_transmuter.ops.functional.heads import split_heads
+from mlx_transmuter.ops.functional.indexing import element, take_rows
 from mlx_transmuter.ops.functional.rotary import rotate_at_positions, rotate_pairs
+from mlx_transmuter.ops.indices import Indices
 from mlx_transmuter.ops.registry import OperatorError, op
 
 
@@ -21,7 +25,7 @@ def _infer_heads(x: mx.array, heads: int, table: mx.array) -> mx.array:
 @op("com.microsoft.RotaryEmbedding-1")
 def rotary_embedding(
     x,
-    position_ids,
+    position_ids: Indices,
     cos_cache,
     sin_cache,
     *,
@@ -38,9 +42,10 @@ def rotary_embedding(
     """
     heads = _infer_heads(x, num_heads, cos_cache)
     batch, _, seq, _ = heads.shape
-    if position_ids.size == 1 and (batch, seq) != (1, 1):
-        position_ids = position_ids.reshape(1, 1) + shared_arange(seq)[None]
-    positions = position_ids.reshape(-1, seq)
+    positions = Indices.of(position_ids)
+    if math.prod(positions.shape) == 1 and (batch, seq) != (1, 1):
+        positions = following_positions(positions.reshape(1), seq)
+    positions = positions.reshape(-1, seq)
     (y,) = rotate_at_positions([heads], cos_cache, sin_cache, positions, interleaved=interleaved)
     return y.transpose(0, 2, 1, 3).reshape(x.shape) if x.ndim == 3 else y
 
@@ -48,7 +53,7 @@ def rotary_embedding(
 @op("com.microsoft.MRotaryEmbedding-1")
 def m_rotary_embedding(
     x,
-    position_ids,
+    position_ids: Indices,
     cos_cache,
     sin_cache,
     *,
@@ -77,9 +82,10 @@ def m_rotary_embedding(
 
     def table(cache: mx.array) -> mx.array:
         """Returns the rows of cache for each token, each column by the position of its axis: [batch, 1, seq, half]."""
-        rows = mx.take(cache, mx.clip(position_ids, 0, cache.shape[0] - 1), axis=0)
+        temporal, height, width = (element(take_rows(cache, position_ids), axis) for axis in range(3))
         picked = mx.array(axis_of, mx.int32)
-        return mx.where(picked == 0, rows[0], mx.where(picked == 1, rows[1], rows[2]))[:, None].astype(x.dtype)
+        rows = mx.where(picked == 0, temporal, mx.where(picked == 1, height, width))
+        return rows[:, None].astype(x.dtype)
 
     heads = _infer_heads(x, num_heads, cos_cache)
     y = rotate_pairs(heads, table(cos_cache), table(sin_cache), bool(interleaved))

@@ -6,10 +6,12 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_transmuter.cache.layout import shared_arange
-from mlx_transmuter.ops.contrib.kv_buffers import write_to_buffer
-from mlx_transmuter.ops.functional.attention import attend
+from mlx_transmuter.ops.contrib.kv_buffers import first_columns, write_to_buffer
+from mlx_transmuter.ops.functional.attention import attend, following_positions
 from mlx_transmuter.ops.functional.heads import merge_heads, split_qkv_heads
+from mlx_transmuter.ops.functional.indexing import clip_indices, index_array, take
 from mlx_transmuter.ops.functional.rotary import rotate_at_positions
+from mlx_transmuter.ops.indices import Indices
 from mlx_transmuter.ops.registry import HostArray, op
 
 
@@ -23,7 +25,7 @@ def sparse_attention(
     block_row_indices: HostArray,
     block_col_indices: HostArray,
     total_sequence_length,
-    key_total_sequence_lengths,
+    key_total_sequence_lengths: Indices,
     cos_cache=None,
     sin_cache=None,
     *,
@@ -44,19 +46,20 @@ def sparse_attention(
     q, k, v = split_qkv_heads(query, key, value, num_heads, kv_num_heads)
     batch, _, seq, dim = q.shape
     capacity = past_key.shape[2]
-    start = mx.maximum(key_total_sequence_lengths.reshape(batch) - seq, 0)
-    positions = start[:, None] + shared_arange(seq)[None]
+    total = clip_indices(key_total_sequence_lengths, 0, capacity).reshape(batch)
+    start = first_columns(Indices.between(mx.maximum(total - seq, 0), 0, max(capacity - seq, 0)), seq, capacity)
+    positions = following_positions(start, seq)
     if do_rotary:
         q, k = rotate_at_positions((q, k), cos_cache, sin_cache, positions, interleaved=rotary_interleaved)
     k, v = write_to_buffer(past_key, k, start, capacity), write_to_buffer(past_value, v, start, capacity)
 
     layouts = _dense_layouts(block_row_indices, block_col_indices, -(-capacity // sparse_block_size))
-    block = mx.clip(positions // sparse_block_size, 0, layouts.shape[1] - 1)
-    visible = mx.take(mx.array(layouts), block, axis=1).swapaxes(0, 1)  # [batch, layouts, seq, blocks]
+    block = index_array(positions) // sparse_block_size
+    visible = take(mx.array(layouts), block, axis=1).swapaxes(0, 1)  # [batch, layouts, seq, blocks]
     visible = mx.repeat(visible, sparse_block_size, axis=-1)[..., :capacity]
     visible = mx.tile(visible, (1, num_heads // layouts.shape[0], 1, 1))
     columns = shared_arange(capacity)
-    visible = visible & (columns <= positions[:, None, :, None])
+    visible = visible & (columns <= index_array(positions)[:, None, :, None])
     return merge_heads(attend(q, k, v, scale or 1 / math.sqrt(dim), visibility=visible)), k, v
 
 

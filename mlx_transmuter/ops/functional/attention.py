@@ -3,7 +3,17 @@
 import mlx.core as mx
 
 from mlx_transmuter.cache.layout import shared_arange
+from mlx_transmuter.ops.functional.indexing import index_array
+from mlx_transmuter.ops.indices import Indices, IntegerRange
 from mlx_transmuter.ops.registry import OperatorError
+
+
+def following_positions(first: Indices, count: int) -> Indices:
+    """Returns for each position of first [n] that one and the count - 1 after it: [n, count]."""
+    known = first.range and IntegerRange(first.range.low, first.range.high + count - 1)
+    if known is not None and known.high >= 2**31:
+        known = None
+    return Indices(index_array(first)[:, None] + shared_arange(count)[None], known)
 
 
 def lowest_addable_score(dtype: mx.Dtype) -> float:

@@ -2,6 +2,8 @@
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.functional.indexing import AnyIndices, take
+from mlx_transmuter.ops.indices import Indices
 from mlx_transmuter.ops.registry import OperatorError
 
 # The group sizes of MLX's affine quantization, the fastest first.
@@ -66,12 +68,13 @@ def to_mlx_affine(
 
 
 def dequantize_blocks(
-    packed: mx.array, scales: mx.array, zero_points: mx.array | None, bits: int, column_blocks: mx.array
+    packed: mx.array, scales: mx.array, zero_points: mx.array | None, bits: int, column_blocks: AnyIndices
 ) -> mx.array:
     """Returns the weights [rows, columns] in float32; column_blocks, int32 [columns], is the block of each column.
 
     packed, scales, zero_points: as in to_mlx_affine.
     """
-    values = unpack_bits(packed.reshape(packed.shape[0], -1), bits, column_blocks.size).astype(mx.float32)
-    zeros = zero_points_as_floats(zero_points, scales, bits)
-    return (values - zeros[:, column_blocks]) * scales[:, column_blocks].astype(mx.float32)
+    column_blocks = Indices.of(column_blocks)
+    values = unpack_bits(packed.reshape(packed.shape[0], -1), bits, column_blocks.shape[0]).astype(mx.float32)
+    zeros = take(zero_points_as_floats(zero_points, scales, bits), column_blocks, axis=1)
+    return (values - zeros) * take(scales, column_blocks, axis=1).astype(mx.float32)

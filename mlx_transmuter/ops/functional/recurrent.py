@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.functional.indexing import element
 from mlx_transmuter.ops.registry import OperatorError
 
 Activation = Callable[[mx.array], mx.array]
@@ -33,7 +34,9 @@ def run_recurrent_layer(
         initial_states = [None if state is None else state.swapaxes(0, 1) for state in initial_states]
     zeros = mx.zeros((x.shape[1], hidden_size), x.dtype)
     runs = [
-        _run_direction(x, lengths, [zeros if s is None else s[d] for s in initial_states], backward, make_step(d))
+        _run_direction(
+            x, lengths, [zeros if s is None else element(s, d) for s in initial_states], backward, make_step(d)
+        )
         for d, backward in enumerate(_backward_flags(direction))
     ]
     y = mx.stack([states for states, _ in runs], axis=1)
@@ -80,7 +83,7 @@ def split_biases(b: mx.array | None, d: int, gates: int, hidden: int, dtype: mx.
     """Returns the biases of direction d: `gates` of the inputs, then `gates` of the states, [hidden] each."""
     if b is None:
         return [mx.zeros(hidden, dtype)] * (2 * gates)
-    return list(mx.split(b[d], 2 * gates))
+    return list(mx.split(element(b, d), 2 * gates))
 
 
 class LSTMCell(NamedTuple):
@@ -124,7 +127,7 @@ class LSTMParameters(NamedTuple):
         """Returns the cell of direction d."""
         biases = split_biases(self.biases, d, 4, self.hidden_size, dtype)
         zeros = mx.zeros(self.hidden_size, dtype)
-        p_i, p_o, p_f = [zeros] * 3 if self.peepholes is None else mx.split(self.peepholes[d], 3)
+        p_i, p_o, p_f = [zeros] * 3 if self.peepholes is None else mx.split(element(self.peepholes, d), 3)
         (gate, _), (cell, _), (_, output) = self.activations[3 * d : 3 * d + 3]
         return LSTMCell(
             bias=mx.concatenate([biases[i] + biases[4 + i] for i in range(4)]),

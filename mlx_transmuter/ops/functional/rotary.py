@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.functional.indexing import AnyIndices, take_rows
 from mlx_transmuter.ops.registry import OperatorError
 
 
@@ -44,27 +45,23 @@ def rotate_by_full_tables(
 
 
 def gather_rotary_tables(
-    cos: mx.array | None, sin: mx.array | None, positions: mx.array, dtype: mx.Dtype
+    cos: mx.array | None, sin: mx.array | None, positions: AnyIndices, dtype: mx.Dtype
 ) -> tuple[mx.array, mx.array]:
     """Returns the rows of the tables [rows, half] at positions [batch, seq] as [batch, 1, seq, half] of type dtype.
 
-    A position past the tables (a padding token's can be) gets the last row: a read out of range is undefined. Raises
-    OperatorError where a table is missing.
+    A position past the tables (a padding token's can be) gets the last row. Raises OperatorError where a table is
+    missing.
     """
     if cos is None or sin is None:
         raise OperatorError("do_rotary without its tables", "cos_cache and sin_cache")
-    rows = mx.clip(positions, 0, cos.shape[0] - 1)
-    return (
-        mx.take(cos, rows, axis=0)[:, None].astype(dtype),
-        mx.take(sin, rows, axis=0)[:, None].astype(dtype),
-    )
+    return take_rows(cos, positions)[:, None].astype(dtype), take_rows(sin, positions)[:, None].astype(dtype)
 
 
 def rotate_at_positions(
     heads: Iterable[mx.array],
     cos: mx.array | None,
     sin: mx.array | None,
-    positions: mx.array,
+    positions: AnyIndices,
     *,
     interleaved: int = 0,
     offset: int = 0,

@@ -72,7 +72,14 @@ def pad_for_windows(x: mx.array, w: SlidingWindows, filler: float) -> mx.array:
 
 
 def window_view(x: mx.array, w: SlidingWindows) -> mx.array:
-    """Returns a view of the windows over an array padded for them: [batch, channels, *count, *kernel]."""
+    """Returns a view of the windows over an array padded for them: [batch, channels, *count, *kernel].
+
+    Raises OperatorError for windows that leave the array, with steps below 1 or padding below 0.
+    """
+    ends = [(count - 1) * stride + span for count, stride, span in zip(w.counts, w.strides, w.spans, strict=True)]
+    is_inside = all(end <= n for end, n in zip(ends, x.shape[2:], strict=True)) or 0 in w.counts
+    if not is_inside or min((*w.kernel, *w.strides, *w.dilations)) < 1:
+        raise OperatorError(f"windows {w} over {list(x.shape)}", "windows inside it, with steps of at least 1")
     x = mx.contiguous(x)
     steps = [math.prod(x.shape[i + 1 :]) for i in range(x.ndim)]
     strides = [step * s for step, s in zip(steps[2:], w.strides, strict=True)]

@@ -7,6 +7,8 @@ import mlx.core as mx
 
 from mlx_transmuter.cache import HybridIndex
 from mlx_transmuter.ops.functional.attention import lowest_addable_score
+from mlx_transmuter.ops.indices import IntegerRange
+from mlx_transmuter.ops.integer_ranges import NodeCall
 from mlx_transmuter.ops.registry import op
 
 
@@ -17,7 +19,12 @@ def visibility_mask(index, *, window: int = 0):
     return (index.window(window) if window else index).visible()
 
 
-@op("mlx.positions")
+def _range_of_positions(call: NodeCall) -> list[IntegerRange | None]:
+    last = call.arguments[0].max_position
+    return [None if last is None else IntegerRange(0, max(last, 0))]
+
+
+@op("mlx.positions", integer_range=_range_of_positions)
 def token_positions(index):
     """The positions of the step's tokens, int32 [rows, seq], 0 for padding."""
     return index.positions()

@@ -5,12 +5,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from mlx_transmuter.ops.functional.block_quantization import pad_columns
-from mlx_transmuter.ops.functional.indexing import checked_indices
+from mlx_transmuter.ops.functional.indexing import clip_indices
+from mlx_transmuter.ops.indices import Indices
 from mlx_transmuter.ops.mlx.switch_linear import QuantizedSwitchLinear, SwitchLinear
-from mlx_transmuter.ops.registry import HostArrayIfKnown, NNLayer, OperatorError, op
+from mlx_transmuter.ops.registry import NNLayer, OperatorError, op
 
 
 def make_layer(kind: str, **options) -> nn.Module:
@@ -61,9 +61,10 @@ def linear(x, layer: NNLayer, residual=None, *, pad: int = 0):
 
 
 @op("mlx.embedding")
-def embedding(ids: HostArrayIfKnown, table: NNLayer):
+def embedding(ids: Indices, table: NNLayer):
     """The rows ids, int32 [...], of the table [rows, dim]: [..., dim]. Gather on axis 0 of a weight."""
-    return table(checked_indices(ids, table["weight"].shape[0]) if isinstance(ids, np.ndarray) else ids)
+    rows = table["weight"].shape[0]
+    return table(clip_indices(ids, -rows, rows - 1))
 
 
 @op("mlx.as_linear", rowwise=True)

@@ -9,6 +9,9 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.functional.indexing import take, take_along_axis
+from mlx_transmuter.ops.indices import Indices, IntegerRange
+from mlx_transmuter.ops.integer_ranges import NodeCall
 from mlx_transmuter.ops.mlx.fused import ACTIVATIONS_BY_NAME
 from mlx_transmuter.ops.onnx.activation import relu, swish_gate
 from mlx_transmuter.ops.registry import OperatorError, op
@@ -17,7 +20,11 @@ from mlx_transmuter.ops.registry import OperatorError, op
 MIN_SORTED_CHOICES = 64
 
 
-@op("mlx.router")
+def _range_of_routing(call: NodeCall) -> list[IntegerRange | None]:
+    return [IntegerRange(0, max(call.arguments[0].shape[-1] - 1, 0))]
+
+
+@op("mlx.router", integer_range=_range_of_routing)
 def route_tokens(router_probs, router_weights=None, *, k: int, normalize: int = 0):
     """The k best experts of each token by router_probs [tokens, experts], logits: their indices, int32 [tokens, k], and
     their scores, float32. com.microsoft MoE-1 and QMoE-1, without the experts.
@@ -29,14 +36,18 @@ def route_tokens(router_probs, router_weights=None, *, k: int, normalize: int = 
     ranked = router_probs if router_weights is not None else probabilities
     experts = mx.argsort(ranked, axis=-1)[:, -k:].astype(mx.int32)
     scores = probabilities if router_weights is None else router_weights.astype(mx.float32)
-    scores = mx.take_along_axis(scores, experts, axis=-1)
+    scores = take_along_axis(scores, Indices.between(experts, 0, ranked.shape[-1] - 1), axis=-1)
     if normalize:
         total = mx.sum(scores, axis=-1, keepdims=True)
         scores = scores / mx.where(total == 0, 1.0, total)
     return experts, scores
 
 
-@op("mlx.dispatch")
+def _range_of_dispatch(call: NodeCall) -> list[IntegerRange | None]:
+    return [None, call.ranges[1], IntegerRange(0, max(call.arguments[1].size - 1, 0))]
+
+
+@op("mlx.dispatch", integer_range=_range_of_dispatch)
 def dispatch_to_experts(x, indices):
     """The rows of tokens x [..., dim] for the experts of each, indices int32 [..., k]: the rows, their experts, and the
     order of sorted rows, int32 [choices] ([0] where the rows are by token). Shazeer et al. 2017; transformers'
@@ -48,7 +59,9 @@ def dispatch_to_experts(x, indices):
         return x[:, None], indices.reshape(-1, k), mx.zeros((0,), mx.int32)
     flat = indices.reshape(-1)
     order = mx.argsort(flat).astype(mx.int32)
-    return x[order // k], flat[order], order
+    # Each token has k choices, but a graph may have been given rows and choices of different tokens.
+    rows = take(x, Indices.between(order // k, 0, flat.size // k - 1))
+    return rows, take(flat, Indices.between(order, 0, flat.size - 1)), order
 
 
 def _squared_relu(x: mx.array) -> mx.array:
@@ -114,5 +127,6 @@ def _split_gate(kind: str, fc1_output: mx.array, fc3_output: mx.array | None, fu
 def combine_expert_outputs(expert_outputs, order, scores):
     """The sums [tokens, dim] of the experts' outputs for the rows of `mlx.dispatch`, weighted by scores [..., k]."""
     k = scores.shape[-1]
-    expert_outputs = expert_outputs[mx.argsort(order)] if order.size else expert_outputs
+    if order.size:
+        expert_outputs = take(expert_outputs, Indices.between(mx.argsort(order), 0, order.size - 1))
     return mx.sum(expert_outputs.reshape(-1, k, expert_outputs.shape[-1]) * scores.reshape(-1, k, 1), axis=1)

@@ -10,6 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_transmuter.ops.functional.block_quantization import pad_columns
+from mlx_transmuter.ops.functional.indexing import AnyIndices, clip_indices, index_array, take
+from mlx_transmuter.ops.indices import Indices
 from mlx_transmuter.ops.registry import NNLayer, op
 
 
@@ -22,7 +24,7 @@ class SwitchLinear(nn.Module):
         if bias:
             self.bias = mx.zeros((experts, outputs))
 
-    def __call__(self, x: mx.array, experts: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, experts: AnyIndices) -> mx.array:
         """Returns the outputs [..., out] of the rows x [..., in], each through its own expert."""
         return expert_matmul(x, self.weight, experts, self.get("bias"))
 
@@ -64,7 +66,7 @@ class QuantizedSwitchLinear(nn.Module):
             self.bias = mx.zeros((experts, outputs))
         self.freeze()
 
-    def __call__(self, x: mx.array, experts: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, experts: AnyIndices) -> mx.array:
         """Returns the outputs [..., out] of the rows x [..., in], each through its own expert."""
         weight = QuantizedWeight(self.weight, self.scales, self.get("biases"), self.group_size, self.bits, self.mode)
         return quantized_expert_matmul(x, weight, experts, self.get("bias"))
@@ -81,36 +83,38 @@ class QuantizedWeight(NamedTuple):
     mode: str = "affine"
 
 
-def expert_matmul(x: mx.array, weight: mx.array, experts: mx.array, bias: mx.array | None = None) -> mx.array:
+def expert_matmul(x: mx.array, weight: mx.array, experts: AnyIndices, bias: mx.array | None = None) -> mx.array:
     """Returns the rows x times the transposed weight [experts, out, in] of their experts, plus its bias [experts, out].
 
     x: [..., 1, in]; experts: the expert of each row, int32, sorted if it has one axis.
     """
-    weight_indices, dtype = experts, mx.result_type(x, weight)
+    experts = _clip_experts(experts, weight.shape[0])
+    weight_indices, dtype = index_array(experts), mx.result_type(x, weight)
     # On the CPU gather_mm takes float32 only.
     if mx.default_device() == mx.cpu and not x.dtype == weight.dtype == mx.float32:
-        if experts.size < weight.shape[0]:  # cast the weights of these experts only
-            weight = mx.take(weight, experts.reshape(-1), axis=0)
-            weight_indices = mx.arange(experts.size, dtype=mx.int32).reshape(experts.shape)
+        if weight_indices.size < weight.shape[0]:  # cast the weights of these experts only
+            weight = take(weight, experts.reshape(-1))
+            weight_indices = mx.arange(weight.shape[0], dtype=mx.int32).reshape(experts.shape)
         x, weight = x.astype(mx.float32), weight.astype(mx.float32)
     y = mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=weight_indices, sorted_indices=experts.ndim == 1)
     return _add_expert_bias(y.astype(dtype), experts, bias)
 
 
 def quantized_expert_matmul(
-    x: mx.array, quantized_weight: QuantizedWeight, experts: mx.array, bias: mx.array | None = None
+    x: mx.array, quantized_weight: QuantizedWeight, experts: AnyIndices, bias: mx.array | None = None
 ) -> mx.array:
     """Returns what `expert_matmul` does, of quantized weights."""
     weight, scales, biases, group_size, bits, mode = quantized_weight
+    experts = _clip_experts(experts, weight.shape[0])
     # On the CPU, from two rows per expert on, a product with dequantized weights is faster.
-    if mx.default_device() == mx.cpu and experts.size > 2 * weight.shape[0]:
+    if mx.default_device() == mx.cpu and experts.array.size > 2 * weight.shape[0]:
         return expert_matmul(x, mx.dequantize(weight, scales, biases, group_size, bits, mode), experts, bias)
     y = mx.gather_qmm(
         x,
         weight,
         scales,
         biases,
-        rhs_indices=experts,
+        rhs_indices=index_array(experts),
         transpose=True,
         group_size=group_size,
         bits=bits,
@@ -120,12 +124,18 @@ def quantized_expert_matmul(
     return _add_expert_bias(y, experts, bias)
 
 
-def _add_expert_bias(y: mx.array, experts: mx.array, bias: mx.array | None) -> mx.array:
-    return y if bias is None else y + mx.take(bias, experts, axis=0)[..., None, :]
+def _clip_experts(experts: AnyIndices, count: int) -> Indices:
+    """Returns the experts as indices on the device from 0 to count - 1, the experts that there are."""
+    return Indices.between(clip_indices(experts, 0, count - 1), 0, count - 1)
+
+
+def _add_expert_bias(y: mx.array, experts: Indices, bias: mx.array | None) -> mx.array:
+    """Returns y plus the bias [experts, out] of each row's expert."""
+    return y if bias is None else y + take(bias, experts)[..., None, :]
 
 
 @op("mlx.switch_linear")
-def switch_linear(x, layer: NNLayer, experts, *, pad: int = 0):
+def switch_linear(x, layer: NNLayer, experts: Indices, *, pad: int = 0):
     """The rows that `mlx.dispatch` gives, or [choices, in], sorted by expert, each through the layer of its expert.
 
     pad: columns of zeros after x's own, for a quantized layer whose last group is not full.

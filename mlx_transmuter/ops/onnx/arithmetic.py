@@ -4,6 +4,15 @@ from functools import reduce
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.integer_ranges import (
+    range_of_clip,
+    range_of_difference,
+    range_of_maximum,
+    range_of_minimum,
+    range_of_product,
+    range_of_remainder,
+    range_of_sum,
+)
 from mlx_transmuter.ops.registry import OperatorError, op
 
 _UNSIGNED_OF = {mx.int8: mx.uint8, mx.int16: mx.uint16, mx.int32: mx.uint32}
@@ -28,19 +37,19 @@ def _fmod(a: mx.array, b: mx.array) -> mx.array:
     return mx.where(mx.isinf(b) & mx.isfinite(a), a, mx.where(a < 0, -remainder, remainder))
 
 
-@op("Add-7")
+@op("Add-7", integer_range=range_of_sum)
 def add(a, b):
     """a + b. ONNX Add-7, 13, 14."""
     return a + b
 
 
-@op("Sub-7")
+@op("Sub-7", integer_range=range_of_difference)
 def sub(a, b):
     """a - b. ONNX Sub-7, 13, 14."""
     return a - b
 
 
-@op("Mul-7")
+@op("Mul-7", integer_range=range_of_product)
 def mul(a, b):
     """a * b. ONNX Mul-7, 13, 14."""
     return a * b
@@ -55,7 +64,7 @@ def div(a, b):
     return mx.where((a < 0) != (b < 0), -quotient, quotient)
 
 
-@op("Mod-10")
+@op("Mod-10", integer_range=range_of_remainder)
 def mod(a, b, *, fmod=0):
     """The remainder of a / b with the sign of b, or with fmod=1 that of a. ONNX Mod-10, 13, 28."""
     remainder = _fmod(a, b)
@@ -82,19 +91,19 @@ def mean(*xs):
     return reduce(mx.add, xs) / len(xs)
 
 
-@op("Max-8")
+@op("Max-8", integer_range=range_of_maximum)
 def max_(*xs):
     """The largest of the inputs; NaN where one is. ONNX Max-8, 12, 13."""
     return reduce(mx.maximum, xs)
 
 
-@op("Min-8")
+@op("Min-8", integer_range=range_of_minimum)
 def min_(*xs):
     """The smallest of the inputs; NaN where one is. ONNX Min-8, 12, 13."""
     return reduce(mx.minimum, xs)
 
 
-@op("Clip-11")
+@op("Clip-11", integer_range=range_of_clip)
 def clip(x, low=None, high=None):
     """x within [low, high], scalars; high where low is above it. ONNX Clip-11, 12, 13."""
     x = x if low is None else mx.maximum(x, low)

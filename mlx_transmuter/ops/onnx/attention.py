@@ -7,7 +7,9 @@ import numpy as np
 
 from mlx_transmuter.ops.functional.attention import attention_scores, cap_scores, weighted_values
 from mlx_transmuter.ops.functional.heads import merge_heads, split_heads
+from mlx_transmuter.ops.functional.indexing import take_rows
 from mlx_transmuter.ops.functional.rotary import rotate_pairs
+from mlx_transmuter.ops.indices import Indices
 from mlx_transmuter.ops.onnx.casting import saturating_cast
 from mlx_transmuter.ops.registry import OperatorError, op
 from mlx_transmuter.ops.types import device_dtype, to_device
@@ -158,7 +160,9 @@ def _weights_and_scores(
 
 
 @op("RotaryEmbedding-23")
-def rotary_embedding(x, cos_cache, sin_cache, position_ids=None, *, interleaved=0, num_heads=0, rotary_embedding_dim=0):
+def rotary_embedding(
+    x, cos_cache, sin_cache, position_ids: Indices = None, *, interleaved=0, num_heads=0, rotary_embedding_dim=0
+):
     """The first rotary_embedding_dim (0: all) of each head's elements rotated by their position's angles.
 
     x [batch, heads, tokens, dim] or [batch, tokens, heads * dim]; the caches [positions, half] with position_ids
@@ -169,7 +173,7 @@ def rotary_embedding(x, cos_cache, sin_cache, position_ids=None, *, interleaved=
     x = x.transpose(0, 2, 1, 3) if rank == 4 else x.reshape(*x.shape[:2], num_heads, x.shape[2] // num_heads)
     dim = rotary_embedding_dim or x.shape[-1]
     cos, sin = (
-        (cache if position_ids is None else mx.take(cache, position_ids, axis=0))[:, :, None, : dim // 2]
+        (cache if position_ids is None else take_rows(cache, position_ids))[:, :, None, : dim // 2]
         for cache in (cos_cache, sin_cache)
     )
     y = rotate_pairs(x, cos, sin, bool(interleaved))

@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.integer_ranges import same_range
 from mlx_transmuter.ops.registry import OperatorError, op
 from mlx_transmuter.ops.types import ELEMENT_TYPE_CODES, ELEMENT_TYPE_NAMES, device_dtype
 
@@ -31,7 +32,7 @@ _SUB_BYTE_TYPES = {
 _TYPES_NARROWED_ON_DEVICE = {ELEMENT_TYPE_CODES[name] for name in ("int64", "uint64", "float64", "complex128")}
 
 
-@op("Cast-9")
+@op("Cast-9", integer_range=same_range)
 def cast(x, *, to, saturate=1, round_mode="up"):
     """x as the ONNX type `to`. `saturate` and `round_mode` concern 8-bit floats.
 
@@ -46,7 +47,7 @@ def cast(x, *, to, saturate=1, round_mode="up"):
     return result
 
 
-@op("CastLike-15")
+@op("CastLike-15", integer_range=same_range)
 def cast_like(x, like, *, saturate=1, round_mode="up"):
     """x as the type of `like`. ONNX CastLike-15, 19, 21, 23, 24, 25."""
     return saturating_cast(x, like.dtype)

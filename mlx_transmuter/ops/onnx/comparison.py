@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.integer_ranges import range_of_inputs
 from mlx_transmuter.ops.registry import op
 
 
@@ -75,7 +76,7 @@ def is_inf(x, *, detect_negative=1, detect_positive=1):
     return x == -mx.inf if detect_negative else mx.zeros(x.shape, mx.bool_)
 
 
-@op("Where-9")
+@op("Where-9", integer_range=range_of_inputs(1))
 def where(condition, a, b):
     """a where condition, a bool, is true, else b. ONNX Where-9, 16."""
     return mx.where(condition, a, b)

@@ -5,6 +5,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.ops.functional.indexing import element
 from mlx_transmuter.ops.registry import HostArray, OperatorError, op
 from mlx_transmuter.ops.types import to_device
 
@@ -80,7 +81,7 @@ def scan(
     scanned = [mx.moveaxis(x, axis, 0) for x, axis in zip(scanned, axes, strict=True)]
     length, scans = scanned[0].shape[0], []
     for i in range(length):
-        elements = [x[length - 1 - i if back else i] for x, back in zip(scanned, backward, strict=True)]
+        elements = [element(x, length - 1 - i if back else i) for x, back in zip(scanned, backward, strict=True)]
         results = body(*state, *elements)
         state = results[:count]
         scans.append(results[count:])
@@ -92,7 +93,7 @@ def scan_8(lengths: HostArray, *inputs, body, num_scan_inputs, directions=None, 
     """Scan-9 over axis 1 of each row of a batch, which is axis 0 of every input and result. ONNX Scan-8."""
     rows = []
     for row in range(inputs[-1].shape[0]):
-        own = [x[row] for x in inputs]
+        own = [element(x, row) for x in inputs]
         if lengths is not None:
             first = len(own) - num_scan_inputs
             own[first:] = [x[: int(lengths[row])] for x in own[first:]]

@@ -5,6 +5,7 @@ import math
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.ops.functional.indexing import indexed_rows, take
 from mlx_transmuter.ops.functional.sliding_windows import place_windows, split_same_padding
 from mlx_transmuter.ops.registry import HostArray, OperatorError, op
 
@@ -159,6 +160,6 @@ def col2im(x, image_shape: HostArray, block_shape: HostArray, *, dilations=None,
     inside, flat = inside.reshape(-1), flat.reshape(-1)
     batch, size = x.shape[0], math.prod(image)
     values = x.reshape(batch, x.shape[1] // math.prod(block), -1)
-    planes = values.reshape(-1, inside.size).T[mx.array(np.flatnonzero(inside))]
-    image_flat = mx.zeros((size, planes.shape[1]), x.dtype).at[mx.array(flat[inside].astype(np.int32))].add(planes)
+    planes = take(values.reshape(-1, inside.size).T, np.flatnonzero(inside))
+    image_flat = indexed_rows(mx.zeros((size, planes.shape[1]), x.dtype), flat[inside]).add(planes)
     return image_flat.T.reshape(batch, values.shape[1], *image)

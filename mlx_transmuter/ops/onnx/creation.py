@@ -3,7 +3,8 @@
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.ops.functional.indexing import axis_shape, wrap_negative_indices
+from mlx_transmuter.ops.functional.indexing import axis_shape, element
+from mlx_transmuter.ops.integer_ranges import range_of_input
 from mlx_transmuter.ops.onnx.casting import saturating_cast
 from mlx_transmuter.ops.registry import HostArray, OperatorError, op
 from mlx_transmuter.ops.types import device_dtype, to_device
@@ -67,7 +68,7 @@ def eye_like(x, *, dtype=None, k=0):
     return mx.eye(*x.shape, k=k, dtype=x.dtype if dtype is None else device_dtype(dtype))
 
 
-@op("OneHot-9")
+@op("OneHot-9", integer_range=range_of_input(2))
 def one_hot(indices, depth: HostArray, values, *, axis=-1):
     """values[1] at the index, values[0] elsewhere, along a new axis of size depth; no index in range: all values[0].
 
@@ -75,6 +76,7 @@ def one_hot(indices, depth: HostArray, values, *, axis=-1):
     """
     size, rank = int(depth.item()), indices.ndim + 1
     axis = axis % rank
-    indices = wrap_negative_indices(mx.expand_dims(saturating_cast(indices, mx.int32), axis), size)
+    indices = mx.expand_dims(saturating_cast(indices, mx.int32), axis)
+    indices = mx.where(indices < 0, indices + size, indices)  # compared alone: an index out of range meets no place
     places = mx.arange(size).reshape(axis_shape(axis, rank, size))
-    return mx.where(indices == places, values[1], values[0])
+    return mx.where(indices == places, element(values, 1), element(values, 0))

@@ -6,6 +6,7 @@ import math
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.ops.functional.indexing import take_along_axis
 from mlx_transmuter.ops.functional.interpolation import cubic_kernel_far, cubic_kernel_near
 from mlx_transmuter.ops.registry import HostArray, OperatorError, op
 
@@ -108,9 +109,9 @@ def interpolate(
         index, weight = mx.zeros((), mx.int32), mx.ones((), mx.float32)
         for (place, share), n in zip(corner, space, strict=True):
             index, weight = index * n + place, weight * share
-        picked = mx.take_along_axis(
-            flat, mx.broadcast_to(index.reshape(batch, 1, -1), (batch, channels, index.size // batch)), axis=2
-        )
+        # A point that is NaN has any place.
+        index = mx.broadcast_to(index.reshape(batch, 1, -1), (batch, channels, index.size // batch))
+        picked = take_along_axis(flat, index, axis=2)
         total = total + picked * weight.reshape(batch, 1, -1)
     return total.reshape(batch, channels, *points[0].shape[1:]).astype(x.dtype)
 

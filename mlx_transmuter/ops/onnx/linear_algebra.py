@@ -2,6 +2,8 @@
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.functional.indexing import take_along_axis
+from mlx_transmuter.ops.indices import Indices
 from mlx_transmuter.ops.registry import op
 
 
@@ -51,9 +53,8 @@ def det(x):
     rows, result = x, mx.ones(x.shape[:-2], x.dtype)
     for _ in range(n):
         best = mx.argmax(mx.abs(rows[..., 0]), axis=-1, keepdims=True)
-        pivot_row = mx.take_along_axis(
-            rows, mx.broadcast_to(best[..., None], (*best.shape[:-1], 1, rows.shape[-1])), axis=-2
-        )
+        places = mx.broadcast_to(best[..., None], (*best.shape[:-1], 1, rows.shape[-1]))
+        pivot_row = take_along_axis(rows, Indices.between(places, 0, rows.shape[-2] - 1), axis=-2)
         is_pivot = mx.arange(rows.shape[-2]) == best
         swapped = mx.where(is_pivot[..., None], rows[..., :1, :], rows)[..., 1:, :]
         pivot = pivot_row[..., 0, 0]

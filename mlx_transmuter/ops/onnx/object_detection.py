@@ -5,6 +5,7 @@ import math
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.ops.functional.indexing import element, take
 from mlx_transmuter.ops.registry import HostArray, OperatorError, op
 
 
@@ -61,7 +62,9 @@ def roi_align(
         width, height = (x2 - x1, y2 - y1) if half else (max(x2 - x1, 1.0), max(y2 - y1, 1.0))
         rows = _sampling_points(y1, height, output_height, sampling_ratio, x.shape[2])
         columns = _sampling_points(x1, width, output_width, sampling_ratio, x.shape[3])
-        results.append(_pool_samples(x[image].astype(mx.float32), rows, columns, output_height, output_width, mode))
+        results.append(
+            _pool_samples(element(x, image).astype(mx.float32), rows, columns, output_height, output_width, mode)
+        )
     if not results:
         return mx.zeros((0, x.shape[1], output_height, output_width), x.dtype)
     return mx.stack(results).astype(x.dtype)
@@ -87,7 +90,7 @@ def _pool_samples(image: mx.array, rows, columns, height: int, width: int, mode:
     corners = []
     for i in range(2):
         for j in range(2):
-            part = mx.take(mx.take(image, mx.array(at_r[i]), axis=1), mx.array(at_c[j]), axis=2)
+            part = take(take(image, at_r[i], axis=1), at_c[j], axis=2)
             corners.append(part * mx.array(w_r[i][:, None] * w_c[j]))
     # The largest is taken of the weighted corners one by one, the mean of their sum, as ONNX defines them.
     samples = mx.max(mx.stack(corners), axis=0) if mode == "max" else sum(corners[1:], corners[0])
@@ -108,7 +111,7 @@ def max_roi_pool(x, rois: HostArray, *, pooled_shape, spatial_scale=1.0):
         rows = _roi_bins(y1, y2, height, x.shape[2])
         columns = _roi_bins(x1, x2, width, x.shape[3])
         cells = [
-            mx.max(x[int(image), :, top:bottom, left:right], axis=(1, 2))
+            mx.max(element(x, int(image))[:, top:bottom, left:right], axis=(1, 2))
             if bottom > top and right > left
             else mx.zeros(x.shape[1], x.dtype)
             for top, bottom in rows

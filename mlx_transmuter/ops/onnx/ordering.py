@@ -3,6 +3,9 @@
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.ops.functional.indexing import take_along_axis
+from mlx_transmuter.ops.indices import Indices
+from mlx_transmuter.ops.integer_ranges import range_of_axis, range_of_elements_sum
 from mlx_transmuter.ops.registry import HostArray, op
 
 
@@ -13,7 +16,7 @@ def _reverse_order(x: mx.array) -> mx.array:
     return mx.bitwise_invert(x) if mx.issubdtype(x.dtype, mx.integer) else -x
 
 
-@op("TopK-11")
+@op("TopK-11", integer_range=range_of_axis(1))
 def top_k(x, k: HostArray, *, axis=-1, largest=1, sorted=1):
     """The k largest (or smallest) elements along `axis` in order, and their indices, int64; equals by index.
 
@@ -22,7 +25,7 @@ def top_k(x, k: HostArray, *, axis=-1, largest=1, sorted=1):
     axis = axis % x.ndim
     order = mx.argsort(_reverse_order(x) if largest else x, axis=axis)
     order = order[tuple(slice(int(k.item())) if i == axis else slice(None) for i in range(x.ndim))].astype(mx.int32)
-    return mx.take_along_axis(x, order, axis=axis), order
+    return take_along_axis(x, Indices.between(order, 0, x.shape[axis] - 1), axis=axis), order
 
 
 def _arg_extremum(find, x: mx.array, axis: int, keepdims: int, last: int) -> mx.array:
@@ -35,7 +38,7 @@ def _arg_extremum(find, x: mx.array, axis: int, keepdims: int, last: int) -> mx.
     return x.shape[axis] - 1 - find(x[backward], axis=axis, keepdims=bool(keepdims)).astype(mx.int32)
 
 
-@op("ArgMax-11")
+@op("ArgMax-11", integer_range=range_of_axis(0))
 def arg_max(x, *, axis=0, keepdims=1, select_last_index=0):
     """The index, int64, of the largest element along `axis`: the first of equals, or the last.
 
@@ -44,7 +47,7 @@ def arg_max(x, *, axis=0, keepdims=1, select_last_index=0):
     return _arg_extremum(mx.argmax, x, axis, keepdims, select_last_index)
 
 
-@op("ArgMin-11")
+@op("ArgMin-11", integer_range=range_of_axis(0))
 def arg_min(x, *, axis=0, keepdims=1, select_last_index=0):
     """The index, int64, of the smallest element along `axis`: the first of equals, or the last.
 
@@ -53,7 +56,7 @@ def arg_min(x, *, axis=0, keepdims=1, select_last_index=0):
     return _arg_extremum(mx.argmin, x, axis, keepdims, select_last_index)
 
 
-@op("CumSum-11")
+@op("CumSum-11", integer_range=range_of_elements_sum)
 def cum_sum(x, axis: HostArray, *, exclusive=0, reverse=0):
     """The running sum along axis, a scalar; without the element itself, or from the end. ONNX CumSum-11, 14."""
     return mx.cumsum(x, axis=int(axis.item()), reverse=bool(reverse), inclusive=not exclusive)

@@ -5,7 +5,9 @@ import math
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.ops.functional.indexing import put_along_axis
 from mlx_transmuter.ops.functional.sliding_windows import SlidingWindows, pad_for_windows, place_windows, window_view
+from mlx_transmuter.ops.indices import Indices
 from mlx_transmuter.ops.registry import HostArray, op
 
 
@@ -144,7 +146,7 @@ def global_lp_pool(x, *, p=2):
 
 
 @op("MaxUnpool-9")
-def max_unpool(x, indices, output_shape: HostArray = None, *, kernel_shape, pads=None, strides=None):
+def max_unpool(x, indices: Indices, output_shape: HostArray = None, *, kernel_shape, pads=None, strides=None):
     """Zeros with x's elements at indices of the flattened result, whose shape is MaxPool's input.
 
     ONNX MaxUnpool-9, 11, 22.
@@ -153,9 +155,8 @@ def max_unpool(x, indices, output_shape: HostArray = None, *, kernel_shape, pads
     strides, pads = strides or [1] * rank, pads or [0] * (2 * rank)
     space = [(n - 1) * strides[i] - pads[i] - pads[rank + i] + kernel_shape[i] for i, n in enumerate(x.shape[2:])]
     inferred = [*x.shape[:2], *space]
-    y = mx.put_along_axis(mx.zeros(math.prod(inferred), x.dtype), indices.reshape(-1), x.reshape(-1), axis=0).reshape(
-        inferred
-    )
+    y = put_along_axis(mx.zeros(math.prod(inferred), x.dtype), Indices.of(indices).reshape(-1), x.reshape(-1), axis=0)
+    y = y.reshape(inferred)
     if output_shape is None:
         return y
     return mx.pad(y, [(0, n - y.shape[i]) for i, n in enumerate(output_shape.tolist())])

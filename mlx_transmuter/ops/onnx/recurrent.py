@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.functional.indexing import element
 from mlx_transmuter.ops.functional.recurrent import Activation, LSTMParameters, run_recurrent_layer, split_biases
 from mlx_transmuter.ops.onnx.activation import ACTIVATIONS_BY_OP_TYPE, ParametricActivation
 from mlx_transmuter.ops.registry import OperatorError, op
@@ -81,7 +82,8 @@ def rnn(
     def make_step(d):
         wb, rb = split_biases(b, d, 1, r.shape[-1], x.dtype)
         f, _ = functions[d]
-        return lambda xt, h: [f(xt @ w[d].T + h @ r[d].T + (wb + rb))]
+        w_d, r_d = element(w, d).T, element(r, d).T
+        return lambda xt, h: [f(xt @ w_d + h @ r_d + (wb + rb))]
 
     return run_recurrent_layer(
         x,
@@ -121,8 +123,8 @@ def gru(
 
     def make_step(d):
         wz, wr, wh, rz, rr, rh = split_biases(b, d, 3, r.shape[-1], x.dtype)
-        w_z, w_r, w_h = (part.T for part in mx.split(w[d], 3))
-        r_z, r_r, r_h = (part.T for part in mx.split(r[d], 3))
+        w_z, w_r, w_h = (part.T for part in mx.split(element(w, d), 3))
+        r_z, r_r, r_h = (part.T for part in mx.split(element(r, d), 3))
         (f, _), (g, _) = functions[2 * d : 2 * d + 2]
 
         def step(xt, h):
@@ -175,7 +177,8 @@ def lstm(
 
     def make_step(d):
         cell = parameters.cell(d, x.dtype)
-        return lambda xt, h, c: cell(xt @ w[d].T + h @ r[d].T + cell.bias, c)
+        w_d, r_d = element(w, d).T, element(r, d).T
+        return lambda xt, h, c: cell(xt @ w_d + h @ r_d + cell.bias, c)
 
     return run_recurrent_layer(
         x,

@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.integer_ranges import RangeRule, range_of_elements_sum
 from mlx_transmuter.ops.registry import HostArray, op
 
 
@@ -39,7 +40,15 @@ def _clamp_to_dtype(value: float, dtype: mx.Dtype) -> float | int | bool:
     return value
 
 
-def _declare_reduction(kind: str, since: int, function: Callable, empty: float, what: str, versions: str) -> None:
+def _declare_reduction(
+    kind: str,
+    since: int,
+    function: Callable,
+    empty: float,
+    what: str,
+    versions: str,
+    integer_range: RangeRule | None = None,
+) -> None:
     """Declares ONNX's `kind`: axes as an attribute until `since`, as an input from it on."""
 
     def with_attribute(x, *, axes=None, keepdims=1):
@@ -51,11 +60,11 @@ def _declare_reduction(kind: str, since: int, function: Callable, empty: float, 
 
     with_attribute.__doc__ = f"{what} along axes (all by default). ONNX {kind}-11 to {since - 1}."
     with_input.__doc__ = f"{what} along axes, int64 [r] (all by default). ONNX {kind}-{versions}."
-    op(f"{kind}-11")(with_attribute)
-    op(f"{kind}-{since}")(with_input)
+    op(f"{kind}-11", integer_range=integer_range)(with_attribute)
+    op(f"{kind}-{since}", integer_range=integer_range)(with_input)
 
 
-_declare_reduction("ReduceSum", 13, mx.sum, 0, "The sum of x", "13")
+_declare_reduction("ReduceSum", 13, mx.sum, 0, "The sum of x", "13", range_of_elements_sum)
 _declare_reduction("ReduceMean", 18, mx.mean, math.nan, "The mean of x", "18")
 _declare_reduction(
     "ReduceMax", 18, mx.max, -math.inf, "The largest element of x, -inf or the smallest value of none", "18, 20"

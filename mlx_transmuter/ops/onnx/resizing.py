@@ -5,7 +5,7 @@ import math
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.ops.functional.indexing import axis_shape
+from mlx_transmuter.ops.functional.indexing import axis_shape, take
 from mlx_transmuter.ops.functional.interpolation import cubic_kernel_far, cubic_kernel_near
 from mlx_transmuter.ops.onnx.casting import saturating_cast
 from mlx_transmuter.ops.registry import HostArray, OperatorError, op
@@ -102,7 +102,7 @@ def _resize(
             off = (at < 0) | (at > x.shape[axis] - 1)
             blank = blank | off.reshape(axis_shape(axis, x.ndim))
         if mode == "nearest":
-            y = mx.take(y, mx.array(_nearest_indices(at, x.shape[axis], nearest_mode)), axis=axis)
+            y = take(y, _nearest_indices(at, x.shape[axis], nearest_mode), axis)
         else:
             weights = _interpolation_weights(
                 at, x.shape[axis], mode, min(ratio, 1.0) if antialias else 1.0, cubic, exclude

@@ -5,10 +5,11 @@ import math
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.ops.integer_ranges import same_range
 from mlx_transmuter.ops.registry import HostArray, OperatorError, op
 
 
-@op("Identity-1")
+@op("Identity-1", integer_range=same_range)
 def identity(x):
     """x itself. ONNX Identity-1 to 25."""
     return x
@@ -26,7 +27,7 @@ def size(x):
     return np.array(x.size, np.int64)
 
 
-@op("Reshape-5")
+@op("Reshape-5", integer_range=same_range)
 def reshape(x, shape: HostArray, *, allowzero=0):
     """x in that shape; -1 is inferred from the other sizes, 0 is x's own size unless allowzero.
 
@@ -41,7 +42,7 @@ def reshape(x, shape: HostArray, *, allowzero=0):
     return x.reshape(sizes)
 
 
-@op("Flatten-9")
+@op("Flatten-9", integer_range=same_range)
 def flatten(x, *, axis=1):
     """x as a matrix: the axes before `axis` its rows, the others its columns.
 
@@ -51,26 +52,26 @@ def flatten(x, *, axis=1):
     return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
 
 
-@op("Transpose-1")
+@op("Transpose-1", integer_range=same_range)
 def transpose(x, *, perm=None):
     """x with its axes in the order perm, or reversed. ONNX Transpose-1, 13, 21, 23, 24, 25."""
     return x.transpose(perm) if perm is not None else x.transpose()
 
 
-@op("Unsqueeze-11")
+@op("Unsqueeze-11", integer_range=same_range)
 def unsqueeze_11(x, *, axes):
     """x with new axes of size 1 at the positions `axes` of the result. ONNX Unsqueeze-11."""
     rank = x.ndim + len(axes)
     return mx.expand_dims(x, sorted(axis % rank for axis in axes)) if axes else x
 
 
-@op("Unsqueeze-13")
+@op("Unsqueeze-13", integer_range=same_range)
 def unsqueeze(x, axes: HostArray):
     """x with new axes of size 1 at the positions axes, int64 [r], of the result. ONNX Unsqueeze-13, 21, 23, 24, 25."""
     return unsqueeze_11(x, axes=axes.reshape(-1).tolist())
 
 
-@op("Squeeze-11")
+@op("Squeeze-11", integer_range=same_range)
 def squeeze_11(x, *, axes=None):
     """x without the axes `axes`, of size 1; without all such axes if None. ONNX Squeeze-11."""
     if axes is None:
@@ -78,19 +79,19 @@ def squeeze_11(x, *, axes=None):
     return x.squeeze(tuple(axes)) if axes else x
 
 
-@op("Squeeze-13")
+@op("Squeeze-13", integer_range=same_range)
 def squeeze(x, axes: HostArray = None):
     """x without the axes, int64 [r], of size 1; without all such axes if None. ONNX Squeeze-13, 21, 23, 24, 25."""
     return squeeze_11(x, axes=None if axes is None else axes.reshape(-1).tolist())
 
 
-@op("Expand-8")
+@op("Expand-8", integer_range=same_range)
 def expand(x, shape: HostArray):
     """x broadcast with shape, int64 [r]; a 1 in shape keeps x's size. ONNX Expand-8, 13."""
     return mx.broadcast_to(x, np.broadcast_shapes(tuple(x.shape), tuple(shape.tolist())))
 
 
-@op("Tile-6")
+@op("Tile-6", integer_range=same_range)
 def tile(x, repeats: HostArray):
     """x repeated, repeats int64 [rank] times along each axis. ONNX Tile-6, 13."""
     if 0 in (counts := repeats.tolist()):

@@ -3,10 +3,12 @@
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.ops.functional.indexing import take
+from mlx_transmuter.ops.integer_ranges import range_of_inputs, same_range
 from mlx_transmuter.ops.registry import HostArray, OperatorError, op
 
 
-@op("Concat-4")
+@op("Concat-4", integer_range=range_of_inputs())
 def concat(*xs, axis):
     """The inputs one after another along `axis`. ONNX Concat-4, 11, 13."""
     return mx.concatenate(list(xs), axis=axis)
@@ -18,19 +20,19 @@ def _split_by_sizes(x: mx.array, sizes: list[int], axis: int) -> tuple[mx.array,
     return tuple(mx.split(x, np.cumsum(sizes)[:-1].tolist(), axis=axis))
 
 
-@op("Split-2")
+@op("Split-2", integer_range=same_range)
 def split_2(x, *, axis=0, split=None, outputs):
     """x in parts of the sizes `split` along `axis`, or in equal parts. ONNX Split-2, 11."""
     return _split_by_sizes(x, split or [x.shape[axis] // outputs] * outputs, axis)
 
 
-@op("Split-13")
+@op("Split-13", integer_range=same_range)
 def split_13(x, split: HostArray = None, *, axis=0, outputs):
     """x in parts of the sizes split, int64 [parts], along `axis`, or in equal parts. ONNX Split-13."""
     return split_2(x, axis=axis, split=None if split is None else split.tolist(), outputs=outputs)
 
 
-@op("Split-18")
+@op("Split-18", integer_range=same_range)
 def split_18(x, split: HostArray = None, *, axis=0, num_outputs=None, outputs):
     """x in parts of the sizes split, int64 [parts], along `axis`, or in num_outputs parts, the last smaller.
 
@@ -43,7 +45,7 @@ def split_18(x, split: HostArray = None, *, axis=0, num_outputs=None, outputs):
     return _split_by_sizes(x, [max(min(part, length - i * part), 0) for i in range(count)], axis)
 
 
-@op("Slice-10")
+@op("Slice-10", integer_range=same_range)
 def slice_(x, starts: HostArray, ends: HostArray, axes: HostArray = None, steps: HostArray = None):
     """x[start:end:step] along each of axes (the first ones by default), as NumPy's; int64 [r] each.
 
@@ -86,7 +88,7 @@ def pad(x, pads: HostArray, value=None, axes: HostArray = None, *, mode="constan
         raise OperatorError(f"the mode {mode!r}", "constant, reflect, edge or wrap")
     for axis, width in enumerate(widths):
         if any(width):
-            x = mx.take(x, mx.array(np.pad(np.arange(x.shape[axis], dtype=np.int32), width, mode=mode)), axis=axis)
+            x = take(x, np.pad(np.arange(x.shape[axis]), width, mode=mode), axis)
     return x
 
 

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.ops.functional.indexing import take
 from mlx_transmuter.ops.registry import HostArray, op
 from mlx_transmuter.ops.types import ELEMENT_TYPE_NAMES
 
@@ -72,7 +73,7 @@ def stft(x, frame_step: HostArray, window=None, frame_length: HostArray = None, 
         length = x.shape[1] if window is None else window.shape[0]
     count = 1 + (x.shape[1] - length) // step
     places = np.arange(count, dtype=np.int32)[:, None] * step + np.arange(length, dtype=np.int32)
-    frames = mx.take(_to_complex(x), mx.array(places), axis=1)
+    frames = take(_to_complex(x), places, axis=1)
     if window is not None:
         frames = frames * window.astype(mx.float32)
     spectrum = mx.fft.fft(frames, axis=-1)

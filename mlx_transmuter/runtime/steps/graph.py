@@ -48,7 +48,7 @@ class Step(Protocol):
 def call_graph(graph: DecoderGraph, feed: Mapping[str, Any], rows: int) -> dict[str, mx.array]:
     """Returns the graph's outputs; a graph that takes one row runs once a row, and the outputs are concatenated."""
     if not graph.row_by_row:
-        return graph.module(**feed)
+        return run_module(graph, feed)
     signature = graph.signature
     input_axes = {pair.past: pair.batch_axis for pair in signature.pairs} | {signature.positions_input: -2}
     output_axes = {pair.present: pair.batch_axis for pair in signature.pairs} | {signature.logits_output: 0}
@@ -57,8 +57,14 @@ def call_graph(graph: DecoderGraph, feed: Mapping[str, Any], rows: int) -> dict[
         # What is no mx.array is known on the host and the same for all rows.
         return mx.take(value, mx.array([row]), input_axes.get(name, 0)) if isinstance(value, mx.array) else value
 
-    outputs = [graph.module(**{name: row_of(name, value, row) for name, value in feed.items()}) for row in range(rows)]
+    row_feeds = [{name: row_of(name, value, row) for name, value in feed.items()} for row in range(rows)]
+    outputs = [run_module(graph, row_feed) for row_feed in row_feeds]
     return {name: mx.concatenate([row[name] for row in outputs], axis=axis) for name, axis in output_axes.items()}
+
+
+def run_module(graph: DecoderGraph, feed: Mapping[str, Any]) -> dict[str, mx.array]:
+    """Returns the module's outputs for the inputs of a step."""
+    return graph.module.call_with_ranges(feed, graph.step_inputs.ranges(feed))
 
 
 def check_logits(graph: DecoderGraph, outputs: Mapping[str, mx.array]) -> mx.array:

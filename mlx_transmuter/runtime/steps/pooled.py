@@ -16,6 +16,7 @@ from mlx_transmuter.runtime.steps.graph import (
     gather_logits,
     last_token_indices,
     row_positions,
+    run_module,
     updated_states,
 )
 
@@ -119,7 +120,7 @@ def run_over_pools(
         logit_indices=logit_indices,
         extra_inputs=extra_inputs,
     )
-    outputs = graph.module(**feed)
+    outputs = run_module(graph, feed)
     presents = [outputs[pair.present] for pair in graph.signature.cache_pairs]
     return outputs, [pool.rows if isinstance(pool, QuantizedPool) else pool for pool in presents]
 
