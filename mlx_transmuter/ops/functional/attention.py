@@ -50,6 +50,7 @@ def attend(
     bias; sinks [heads]: a score in each softmax that belongs to no column. Vaswani et al. 2017, Ainslie et al. 2023
     (grouped heads).
     """
+    check_equal_lengths(k, v)
     if softcap:
         weights, _ = attention_weights_and_scores(
             q, k, scale, bias=bias, visibility=visibility, softcap=softcap, sinks=sinks
@@ -65,6 +66,14 @@ def attend(
         mask = _expand_to_4d(mask)
     sinks = None if sinks is None else sinks.astype(q.dtype)
     return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+
+
+def check_equal_lengths(k: mx.array, v: mx.array) -> None:
+    """Raises OperatorError for keys and values [batch, heads, length, dim] of different lengths: MLX's attention kernel
+    would read past the shorter ones.
+    """
+    if k.shape[:3] != v.shape[:3]:
+        raise OperatorError(f"keys {list(k.shape)} and values {list(v.shape)}", "a value for each key")
 
 
 def attention_weights_and_scores(

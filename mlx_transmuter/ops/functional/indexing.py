@@ -31,7 +31,12 @@ def clip_indices(indices: AnyIndices, low: int, high: int) -> mx.array:
         return on_device
     if known is not None and (isinstance(array, np.ndarray) or known.low > high or known.high < low):
         raise OperatorError(f"indices from {known.low} to {known.high}", f"indices from {low} to {high}")
-    return mx.minimum(on_device, high) if on_device.dtype == mx.uint32 else mx.clip(on_device, low, high)
+    return _clip(on_device, low, high)
+
+
+def _clip(array: mx.array, low: int, high: int) -> mx.array:
+    """Returns the array, int32 or uint32, with what is outside low to high replaced by the nearest."""
+    return mx.minimum(array, high) if array.dtype == mx.uint32 else mx.clip(array, low, high)
 
 
 def index_array(indices: AnyIndices) -> mx.array:

@@ -5,7 +5,7 @@ import math
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.ops.functional.attention import attention_scores, cap_scores, weighted_values
+from mlx_transmuter.ops.functional.attention import attention_scores, cap_scores, check_equal_lengths, weighted_values
 from mlx_transmuter.ops.functional.heads import merge_heads, split_heads
 from mlx_transmuter.ops.functional.indexing import take_rows
 from mlx_transmuter.ops.functional.rotary import rotate_pairs
@@ -60,6 +60,7 @@ def attention(
     past = 0 if past_key is None else past_key.shape[2]
     if past_key is not None and past_value is not None:
         k, v = mx.concatenate([past_key, k], axis=2), mx.concatenate([past_value, v], axis=2)
+    check_equal_lengths(k, v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     queries, columns = q.shape[2], k.shape[2]
     offset = past if nonpad_kv_seqlen is None else nonpad_kv_seqlen.reshape(-1, 1, 1, 1) - queries
