@@ -22,6 +22,7 @@ from mlx_transmuter.git_lfs import check_not_lfs_pointer
 from mlx_transmuter.program import Program
 from mlx_transmuter.program.position_limit import find_position_limit
 from mlx_transmuter.program.signature import DecoderSignature
+from mlx_transmuter.program.token_tables import check_token_tables
 from mlx_transmuter.runtime.program_walk import MAX_VALUE_BYTES
 from mlx_transmuter.tokenizer import Tokenizer
 
@@ -75,7 +76,7 @@ def read_source_graph(source: Path, path: Path, folder: Path, *, progress: bool 
     """Reads the decoder in the file `path` of the folder `source`, and copies what stands beside it into `folder`.
 
     Raises ConvertError for a file that is no causal decoder, or one that MLX cannot hold; ProgramError for a broken
-    configuration; SignatureError for a graph that is no decoder.
+    configuration; SignatureError for a graph that is no decoder, or one with a table that has no row for some token.
     """
     enter_stage("reading the file")
     origins = copy_companions(source, path, folder)
@@ -96,6 +97,7 @@ def read_source_graph(source: Path, path: Path, folder: Path, *, progress: bool 
             "convert a decoder of text alone",
         )
     _check_device_types(graph, path)
+    check_token_tables(graph, signature)
     _check_tokenizer_vocabulary(folder, signature.vocab_size, path)
     trained_length = _configured_length(config, genai)
     graph.metadata["trained_length"] = trained_length  # the proof's decoders read it too

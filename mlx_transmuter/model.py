@@ -12,6 +12,7 @@ from mlx_transmuter.folder_format import PROGRAM_FILE, read_json_object
 from mlx_transmuter.program import ProgramError, load_program, weights
 from mlx_transmuter.program.run_plan import RunPlan
 from mlx_transmuter.program.signature import CacheMode, DecoderSignature
+from mlx_transmuter.program.token_tables import check_token_tables
 from mlx_transmuter.runtime.module import ProgramModule
 from mlx_transmuter.runtime.wired_memory import notice_large_model
 from mlx_transmuter.tokenizer import Tokenizer
@@ -62,7 +63,7 @@ def load_folder(folder: Path) -> Model:
     """
     folder = Path(folder)
     decoder = load_module(folder)
-    DecoderSignature.from_program(decoder.program)  # raises where the arrays are none of a decoder's
+    check_token_tables(decoder.program, DecoderSignature.from_program(decoder.program))
     # An array that is still to be read belongs to the stream of this thread; read, it belongs to any.
     arrays = decoder.weights()
     mx.eval(arrays)

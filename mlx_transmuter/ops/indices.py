@@ -5,8 +5,6 @@ device goes through here (see functional/indexing.py), where it is clipped, unle
 clipping.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,11 +22,11 @@ class IntegerRange(NamedTuple):
         """Returns whether all of them lie from low to high."""
         return low <= self.low and self.high <= high
 
-    def shift(self, by: int) -> IntegerRange:
+    def shift(self, by: int) -> "IntegerRange":
         """Returns the range of the integers plus `by`."""
         return IntegerRange(self.low + by, self.high + by)
 
-    def clip(self, low: int, high: int) -> IntegerRange:
+    def clip(self, low: int, high: int) -> "IntegerRange":
         """Returns the range of the integers, those outside low to high replaced by the nearest."""
         return IntegerRange(min(max(self.low, low), high), min(max(self.high, low), high))
 
@@ -45,12 +43,12 @@ class Indices:
     range: IntegerRange | None = None
 
     @staticmethod
-    def of(indices: Indices | mx.array | np.ndarray) -> Indices:
+    def of(indices: "Indices | mx.array | np.ndarray") -> "Indices":
         """Returns the indices; bare ones have the range of their type, or of their values where those are known."""
         return indices if isinstance(indices, Indices) else Indices(indices, range_of_array(indices))
 
     @staticmethod
-    def between(array: mx.array, low: int, high: int) -> Indices:
+    def between(array: mx.array, low: int, high: int) -> "Indices":
         """Returns indices of which the caller knows that all are from low to high, by how they are computed."""
         return Indices(array, IntegerRange(low, high))
 
@@ -64,12 +62,12 @@ class Indices:
         """The number of axes of the array."""
         return len(self.shape)
 
-    def on_last_axis(self, number: int) -> Indices:
+    def on_last_axis(self, number: int) -> "Indices":
         """Returns the indices with that number on the last axis."""
         part = self.array[..., number]
         return Indices.of(part) if isinstance(part, np.ndarray) else Indices(part, self.range)
 
-    def reshape(self, *shape: int) -> Indices:
+    def reshape(self, *shape: int) -> "Indices":
         """Returns the indices in another shape."""
         return Indices(self.array.reshape(*shape), self.range)
 

@@ -5,8 +5,6 @@ index, so that no step clips what is in range anyway. An operator without a rule
 are taken as exact; a range that the output's type does not hold is dropped, for there they may wrap around.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -17,7 +17,6 @@ from mlx_transmuter.program.cache_pairs import (
     find_pairs,
     is_cache_or_state_name,
 )
-from mlx_transmuter.program.token_tables import token_tables
 
 CacheMode = Literal["in_place", "append", "grow"]
 CACHE_MODES: tuple[CacheMode, ...] = ("in_place", "append", "grow")
@@ -68,11 +67,7 @@ class DecoderSignature:
 
     @staticmethod
     def from_program(program: Program) -> DecoderSignature:
-        """Returns the signature of a program.
-
-        Raises SignatureError where logits are missing, a cache is unknown, or token ids index a table with fewer rows
-        than there are logits.
-        """
+        """Returns the signature of a program. Raises SignatureError where logits are missing or a cache is unknown."""
         inputs = {value.name: value for value in program.inputs}
         logits = _find_logits(program.outputs)
         shape = logits.shape or ()
@@ -84,7 +79,6 @@ class DecoderSignature:
         if tokens is None:
             found = f"the inputs {abbreviate(list(inputs))}" if inputs else "no inputs"
             raise SignatureError(found, f"input_ids or {EMBEDDINGS_INPUT}")
-        _check_token_tables(program, tokens, vocab)
         positions = inputs.get(POSITIONS_INPUT)
         logits_to_keep = next((name for name in LOGITS_TO_KEEP_INPUTS if name in inputs), None)
         axes = 0
@@ -144,14 +138,6 @@ def infer_cache_mode(program: Program, signature: DecoderSignature) -> CacheMode
     if any(node.op.startswith("com.microsoft.GroupQueryAttention") for node in program.all_nodes()):
         return "in_place"
     return "append" if signature.positions_input else "grow"
-
-
-def _check_token_tables(program: Program, token_input: str, vocab_size: int) -> None:
-    """Raises SignatureError for a table of the token ids that has no row for some token."""
-    for table in token_tables(program, token_input):
-        if table.rows < vocab_size:
-            found = f"logits of {vocab_size} tokens, and a table of {table.rows} tokens ({table.name!r})"
-            raise SignatureError(found, "a row of the table for each token", "export the model again")
 
 
 def _find_logits(outputs: Iterable[Value]) -> Value:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from mlx_transmuter.program.cache_pairs import SignatureError
 from mlx_transmuter.program.layer_arrays import array_name
 from mlx_transmuter.program.program import Node, Program
+from mlx_transmuter.program.signature import DecoderSignature
 
 # Operators whose result has the integers of their first input, and those whose result has its rows.
 _SAME_INTEGERS = ("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Expand", "Flatten")
@@ -28,6 +30,14 @@ class TokenTable(NamedTuple):
 
     name: str
     rows: int
+
+
+def check_token_tables(program: Program, signature: DecoderSignature) -> None:
+    """Raises SignatureError for a table of the token ids that has no row for some token of the vocabulary."""
+    for table in token_tables(program, signature.token_input):
+        if table.rows < signature.vocab_size and not signature.takes_embeddings:
+            found = f"logits of {signature.vocab_size} tokens, and a table of {table.rows} tokens ({table.name!r})"
+            raise SignatureError(found, "a row of the table for each token", "export the model again")
 
 
 def token_tables(program: Program, token_input: str) -> list[TokenTable]:

@@ -14,6 +14,7 @@ from mlx_transmuter.program.attention_nodes import attention_windows
 from mlx_transmuter.program.metadata import Metadata
 from mlx_transmuter.program.run_plan import RunPlan
 from mlx_transmuter.program.signature import CacheMode, DecoderSignature
+from mlx_transmuter.program.token_tables import check_token_tables
 from mlx_transmuter.runtime.buckets import Ring, context_bucket
 from mlx_transmuter.runtime.cache_session import CacheSession
 from mlx_transmuter.runtime.errors import DecoderError
@@ -34,7 +35,8 @@ class Decoder:
     to keep keys and values in so many bits an element, in groups of kv_group_size (see cache.QuantizedFormat); None
     keeps them as they are. position_limit: where the first of the graph's tables of positions ends, and with it every
     row; None where none does. trained_length: the tokens of a row that the model was trained for, where that is known.
-    Raises SignatureError for a module that is no decoder, CacheError for other bits or groups.
+    Raises SignatureError for a module that is no decoder, or one with a table that has no row for some token;
+    CacheError for other bits or groups.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Decoder:
         self.module, self.rows = module, rows
         program = module.program
         self.signature = DecoderSignature.from_program(program)
+        check_token_tables(program, self.signature)
         self.plan = plan or RunPlan.from_program(program, self.signature)
         self.cache_mode: CacheMode = cache_mode or self.plan.cache_mode
         self.position_limit = module.position_limit

@@ -299,10 +299,10 @@ def run(name: str, changed: dict[str, np.ndarray], garbage: float, compiled: boo
     guarded = among(garbage)
     host = {operator.input_names[number] for number in operator.host_inputs}
     inputs = {
-        key: value(guarded) if callable(value) else value if key in host else guarded(value)
+        key: value(guarded) if callable(value) else guarded(value)
         for key, value in case.inputs.items()
-        if key not in changed
-    }
+        if key not in changed and key not in host
+    } | {key: value for key, value in case.inputs.items() if key in host}
 
     def call(indices: dict[str, mx.array]) -> list[mx.array]:
         results = operator.function(**inputs, **indices, **case.attributes)
