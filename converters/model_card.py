@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_transmuter.program import Program
+from mlx_transmuter.program.length_switches import LengthSwitches
 from mlx_transmuter.program.metadata import Cast, FloatActivations, Metadata, QuantizationSummary, RewriteSummary
 from mlx_transmuter.program.run_plan import RunPlan
 from mlx_transmuter.program.signature import DecoderSignature
@@ -24,8 +25,9 @@ def render_model_card(program: Program, config: dict[str, Any], folder: Path) ->
     config: the model's config.json. folder: the converted folder, whose files tell whether the model has a tokenizer.
     """
     metadata = Metadata(program.metadata)
-    plan = RunPlan.from_program(program, DecoderSignature.from_program(program))
-    lines = [*_front_lines(metadata, config), *_proof_lines(metadata, plan)]
+    signature = DecoderSignature.from_program(program)
+    plan = RunPlan.from_program(program, signature)
+    lines = [*_front_lines(metadata, config), *_proof_lines(metadata, plan, signature.length_switches)]
     if metadata.float_activations:
         lines += _float_activation_lines(metadata.float_activations)
     if metadata.cast:
@@ -69,7 +71,7 @@ def _front_lines(metadata: Metadata, config: dict[str, Any]) -> list[str]:
     ]
 
 
-def _proof_lines(metadata: Metadata, plan: RunPlan) -> list[str]:
+def _proof_lines(metadata: Metadata, plan: RunPlan, switches: LengthSwitches) -> list[str]:
     proof, nodes = metadata.proof, metadata.nodes
     assert proof is not None, "a conversion records its proof"
     assert nodes is not None, "a conversion counts its nodes"
@@ -81,11 +83,19 @@ def _proof_lines(metadata: Metadata, plan: RunPlan) -> list[str]:
         f" logits within {proof.error:.1e} of their range (tolerance {proof.tolerance:.0e});",
         *(["- products of float32 were computed in float32, without TF32;"] if multiplies_exactly() else []),
         *(_STREAMED_LINES if proof.streamed else ()),
+        *(_switch_line(length) for length in switches.lengths),
         f"- the cache works in the mode `{plan.cache_mode}`;",
         # A rewrite that replaced and skipped nothing found nothing to do.
         *(_rewrite_line(rewrite) for rewrite in metadata.rewrites if rewrite.replaced or rewrite.skipped),
         f"- {nodes.read} nodes were read, {nodes.remaining} are left.",
     ]
+
+
+def _switch_line(length: int) -> str:
+    return (
+        f"- rows of more than {length} tokens are computed otherwise (longrope): the same prompts were proved on both sides"
+        " of that switch, none so long;"
+    )
 
 
 def _rewrite_line(rewrite: RewriteSummary) -> str:

@@ -14,6 +14,7 @@ from mlx_transmuter.converters.graph.activation_quantization import quantizes_dy
 from mlx_transmuter.converters.onnx_reader.genai_names import apply_genai_names
 from mlx_transmuter.converters.onnx_reader.reader import read_onnx
 from mlx_transmuter.converters.onnx_reader.weight_names import name_weights
+from mlx_transmuter.converters.passes import find_length_switches
 from mlx_transmuter.converters.passes.moe.traced_experts import restore_traced_experts
 from mlx_transmuter.converters.proof import proof
 from mlx_transmuter.converters.stages import enter_stage
@@ -60,13 +61,15 @@ class SourceGraph:
         """Returns the prompt lengths of the proof.
 
         They are ragged, with a padding row, and reach past the sliding window where it is short. A dynamic graph, whose
-        numbers depend on what a step holds, has one prompt that runs in one chunk.
+        numbers depend on what a step holds, has one prompt that runs in one chunk. No row passes a length switch: its
+        sides are proved one by one.
         """
         if quantizes_dynamically(self.program):
             return [proof.SINGLE_CHUNK_LENGTH]
         window = self.config.get("sliding_window") or self.config.get("window_size") or 0
         position_limit = find_position_limit(self.program, self.signature)
-        limits = [self.trained_length, position_limit and position_limit.tokens, 2**20]
+        first_switch = find_length_switches(self.program).next_switch(1)
+        limits = [self.trained_length, position_limit and position_limit.tokens, first_switch, 2**20]
         limit = min(limit for limit in limits if limit) - proof.DECODE_STEPS
         longest = window + 5 if isinstance(window, int) and window in _PROVED_WINDOWS else 13
         return [max(1, min(longest, limit)), max(1, min(5, limit)), 0]

@@ -36,11 +36,12 @@ def main() -> None:
     check_versions()
     os.environ["OMP_NUM_THREADS"] = "1"  # sums in one order
     import torch
-    from fixtures import architectures, carried, exports, long_rows, sweep, variants
+    from fixtures import architectures, carried, exports, long_rows, longrope, sweep, variants
 
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     makers = dict.fromkeys(architectures.CONFIGS, exports.make) | variants.VARIANTS | carried.CARRIED
+    makers |= longrope.LONGROPE
     makers |= {f"sweep/{name}": sweep.make for name in architectures.CONFIGS if name not in architectures.NO_SWEEP}
     makers |= {f"long/{name}": long_rows.make for name in long_rows.NAMES}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

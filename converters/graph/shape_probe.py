@@ -71,8 +71,11 @@ class ShapeProbe:
         earlier = previous.step_values if previous else [None] * len(PROBE_SIZES)
         try:
             step_values = tuple(
-                trace_values(module, values, **make_step_inputs(program, signature, *size))
-                for size, values in zip(PROBE_SIZES, earlier, strict=True)
+                # A switch lies past all of these lengths: the steps take turns on its sides.
+                trace_values(
+                    module, values, **make_step_inputs(program, signature, *size, number % signature.length_switches.sides)
+                )
+                for number, (size, values) in enumerate(zip(PROBE_SIZES, earlier, strict=True))
             )
         except ops.OperatorError:
             # Whether a value is on the host can depend on nodes that were not walked again.
@@ -109,8 +112,13 @@ class ShapeProbe:
         return str(value.dtype).removeprefix("mlx.core.") if isinstance(value, mx.array) else None
 
 
-def make_step_inputs(program: Program, signature: DecoderSignature, rows: int, past: int, seq: int) -> dict[str, Any]:
-    """Returns the inputs of a step of that size: zeros, a mask of ones, and no past where the graph carries none."""
+def make_step_inputs(
+    program: Program, signature: DecoderSignature, rows: int, past: int, seq: int, side: int = 0
+) -> dict[str, Any]:
+    """Returns the inputs of a step of that size: zeros, a mask of ones, and no past where the graph carries none.
+
+    side: of the graph's length switches.
+    """
     step_inputs = StepInputs.from_program(program, signature)
     past = past if signature.pairs else 0
     if signature.uses_pools:
@@ -118,4 +126,4 @@ def make_step_inputs(program: Program, signature: DecoderSignature, rows: int, p
     else:
         cache = step_inputs.empty_past(rows, past)
     tokens, first = step_inputs.zero_tokens(rows, seq), mx.zeros((rows, 1), mx.int32)
-    return step_inputs.uniform(tokens=tokens, past_length=past, past=cache, logit_indices=first)
+    return step_inputs.uniform(tokens=tokens, past_length=past, past=cache, logit_indices=first, side=side)

@@ -32,6 +32,7 @@ from mlx_transmuter.converters.passes.moe.dense_experts import make_experts_dens
 from mlx_transmuter.converters.passes.moe.sorted_experts import stack_sorted_experts
 from mlx_transmuter.converters.passes.moe.switch_experts import make_switch_experts
 from mlx_transmuter.converters.passes.simplify.eliminate_common_subexpressions import eliminate_common_subexpressions
+from mlx_transmuter.converters.passes.simplify.expose_length_switches import expose_length_switches, fix_side
 from mlx_transmuter.converters.passes.simplify.expose_positions import expose_positions
 from mlx_transmuter.converters.passes.simplify.fold_constants import fold_constants
 from mlx_transmuter.converters.passes.simplify.fold_static_shapes import fold_static_shapes
@@ -40,6 +41,7 @@ from mlx_transmuter.converters.passes.simplify.fuse_slices_into_split import fus
 from mlx_transmuter.converters.passes.simplify.half_precision_cache import use_half_precision_cache
 from mlx_transmuter.converters.stages import enter_stage
 from mlx_transmuter.program import Program
+from mlx_transmuter.program.length_switches import LengthSwitches
 from mlx_transmuter.program.renaming import rename_values
 from mlx_transmuter.program.signature import (
     CACHE_INDEX_INPUT,
@@ -89,6 +91,14 @@ GRAPH_PASSES: tuple[Pass, ...] = (
         after={make_experts_dense: _BEFORE_THE_SHAPE_PROBE, stack_sorted_experts: _BEFORE_THE_SHAPE_PROBE},
     ),
     Pass(
+        expose_length_switches,
+        after={
+            fold_constants: "it reads constants where exporters write chains of nodes",
+            make_experts_dense: _BEFORE_THE_SHAPE_PROBE,
+            stack_sorted_experts: _BEFORE_THE_SHAPE_PROBE,
+        },
+    ),
+    Pass(
         use_half_precision_cache,
         after={make_experts_dense: _BEFORE_THE_SHAPE_PROBE, stack_sorted_experts: _BEFORE_THE_SHAPE_PROBE},
     ),
@@ -97,6 +107,7 @@ GRAPH_PASSES: tuple[Pass, ...] = (
         after={
             expose_positions: "what folding leaves no longer tells positions from columns of the mask",
             use_half_precision_cache: "it looks for sizes of the cache itself, not of a cast of it",
+            expose_length_switches: "no step of the shape probe is as long as a switch, which it takes for a constant",
         },
     ),
     Pass(eliminate_common_subexpressions, after={fold_static_shapes: "equal shapes are equal constants by then"}),
@@ -212,6 +223,24 @@ def had_data_dependent_shapes(records: Sequence[RewriteRecord]) -> bool:
     return any(record.name in names and record.replaced_count for record in records)
 
 
+def find_length_switches(program: Program) -> LengthSwitches:
+    """Returns the length switches of a program as its file has it."""
+    return LengthSwitches.from_program(_expose_length_switches(program))
+
+
+def graphs_by_side(program: Program) -> list[Program]:
+    """Returns the program as it is on each side of its length switches; the program alone where it has none."""
+    exposed = _expose_length_switches(program)
+    switches = LengthSwitches.from_program(exposed)
+    return [fix_side(program, exposed, side) for side in range(switches.sides)] if switches else [program]
+
+
+def _expose_length_switches(program: Program) -> Program:
+    rewrites = [entry.rewrite for entry in GRAPH_PASSES]
+    exposed, _ = apply_rewrites(program, rewrites[: rewrites.index(expose_length_switches) + 1])
+    return exposed
+
+
 def apply_rewrites(program: Program, rewrites: Sequence[Rewrite]) -> tuple[Program, list[RewriteRecord]]:
     """Returns the program after the rewrites, in their order, and the record of each.
 
@@ -243,5 +272,7 @@ __all__ = [
     "POOL_REWRITES",
     "Pass",
     "apply_rewrites",
+    "find_length_switches",
+    "graphs_by_side",
     "had_data_dependent_shapes",
 ]

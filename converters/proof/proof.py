@@ -112,14 +112,23 @@ def _reference_row_logits(
 
 
 def decoder_logits(module: ProgramModule, plan: RunPlan, batch: ProofBatch) -> Logits:
-    """Returns the logits of the module run as generation runs it: in a batch over pools, in chunks by the plan."""
+    """Returns the logits of the module run as generation runs it: in a batch over pools, in chunks by the plan.
+
+    A module with length switches runs the batch on each side of them, whatever its lengths, one after the other.
+    """
     enter_stage(f"running the converted module, {plan.label}")
-    decoder = Decoder(module, len(batch.prompts), plan=plan)
+    sides = DecoderSignature.from_program(module.program).length_switches.sides
+    decoders = (Decoder(module, len(batch.prompts), plan=plan, fixed_side=side) for side in range(sides))
+    return [row for decoder in decoders for row in _batch_logits(decoder, batch)]
+
+
+def _batch_logits(decoder: Decoder, batch: ProofBatch) -> Logits:
     logits: Logits = [[] for _ in batch.prompts]
     for group in decoder.group_rows([len(prompt) for prompt in batch.prompts]):
         rows = [batch.prompts[r] + batch.decode_tokens[r] if r in group else [] for r in range(decoder.rows)]
         session = decoder.begin_session([len(row) for row in rows])
-        for tokens, counts, is_end in _batch_steps(rows, [len(prompt) for prompt in batch.prompts], plan.prompt_mode):
+        prompt_lengths = [len(prompt) for prompt in batch.prompts]
+        for tokens, counts, is_end in _batch_steps(rows, prompt_lengths, decoder.prompt_mode):
             step_logits = session.step(tokens, counts)
             session.evaluate(step_logits)
             advance()

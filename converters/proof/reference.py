@@ -29,17 +29,29 @@ class Reference:
 class UnrewrittenGraph:
     """The graph that a conversion is compared with.
 
-    eager: whether its shapes may depend on values, so that they are computed on the way.
+    modules: the graph on each side of its length switches, one after the other; one where it has none. eager: whether
+    its shapes may depend on values, so that they are computed on the way.
     """
 
-    module: ProgramModule
+    modules: tuple[ProgramModule, ...]
     signature: DecoderSignature
     eager: bool
     path: Path
 
+    @property
+    def module(self) -> ProgramModule:
+        """The graph on the side of short rows."""
+        return self.modules[0]
+
     def logits(self, batch: ProofBatch, *, token_by_token: bool = False) -> Logits:
-        """Returns its logits. Raises OperatorError where a node cannot run."""
-        return proof.reference_logits(self.module, self.signature, batch, self.eager, token_by_token=token_by_token)
+        """Returns its logits, on each side. Raises OperatorError where a node cannot run."""
+        return [
+            row
+            for module in self.modules
+            for row in proof.reference_logits(
+                module, self.signature, batch, self.eager, token_by_token=token_by_token
+            )
+        ]
 
     def agrees(self, batch: ProofBatch, reference: Logits, tolerance: float) -> bool:
         """Returns whether it runs and its logits are the reference's."""

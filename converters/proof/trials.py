@@ -9,7 +9,12 @@ from typing import NamedTuple
 
 from mlx_transmuter.converters.errors import ConvertError
 from mlx_transmuter.converters.graph.rewriting import Rewrite, RewriteRecord
-from mlx_transmuter.converters.passes import POOL_REWRITES, apply_rewrites, had_data_dependent_shapes
+from mlx_transmuter.converters.passes import (
+    POOL_REWRITES,
+    apply_rewrites,
+    graphs_by_side,
+    had_data_dependent_shapes,
+)
 from mlx_transmuter.converters.passes.simplify.select_cache_branch import select_branch
 from mlx_transmuter.converters.proof.contradictions import find_contradiction
 from mlx_transmuter.converters.proof.plan_search import candidate_plans, first_agreeing_plan
@@ -120,8 +125,8 @@ class GraphTrials:
             )
 
     def _unrewritten_graph(self, program: Program) -> UnrewrittenGraph:
-        module, signature = stream_source(program), DecoderSignature.from_program(program)
-        return UnrewrittenGraph(module, signature, self.eager, self.path)
+        modules = tuple(stream_source(graph) for graph in graphs_by_side(program))
+        return UnrewrittenGraph(modules, DecoderSignature.from_program(program), self.eager, self.path)
 
 
 def prove_graph_rewrites(trials: GraphTrials, rewrites: tuple[Rewrite, ...]) -> ProvedProgram:

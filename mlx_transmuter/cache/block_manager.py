@@ -11,7 +11,7 @@ import numpy as np
 from mlx_transmuter.cache.arguments import check_integer, check_token_ids
 from mlx_transmuter.cache.errors import CacheError
 from mlx_transmuter.cache.layout import ceil_div, ring_column, slots_of_blocks
-from mlx_transmuter.cache.prefix_store import EMPTY_PREFIX, PrefixStore, StoredBlock
+from mlx_transmuter.cache.prefix_store import PrefixStore, StoredBlock, empty_prefix
 
 
 @dataclass
@@ -85,13 +85,13 @@ class BlockManager:
 
     # Sequences
 
-    def open(self, tokens: Iterable[int] = ()) -> tuple[int, int]:
+    def open(self, tokens: Iterable[int] = (), root: int = 0) -> tuple[int, int]:
         """Returns (sequence, n): a new sequence that begins with the first n tokens, whose blocks are stored.
 
-        n counts whole blocks and never the last token, so that a step has a token to run.
+        n counts whole blocks and never the last token, so that a step has a token to run. root: see empty_prefix.
         """
         opened = _SequenceBlocks()
-        for block, block_tokens in self._prefixes.matching_blocks(check_token_ids("BlockManager.open", tokens)):
+        for block, block_tokens in self._prefixes.matching_blocks(check_token_ids("BlockManager.open", tokens), root):
             self._ref_counts[block] += 1
             self._prefixes.mark_used(block)
             opened.add_blocks([block])
@@ -123,6 +123,12 @@ class BlockManager:
         for block, num_writers in last_blocks.items():
             num_blocks += num_writers - (num_writers == self._ref_counts[block] and block not in self._prefixes)
         return num_blocks * self.block_size
+
+    def slots_to_free(self, sequences: Sequence[int]) -> int:
+        """The slots that an append can get once these sequences, all different, are freed, and cannot yet."""
+        owned = [self._sequence("slots_to_free", sequence).blocks for sequence in sequences]
+        blocks, users = np.unique(np.concatenate([np.empty(0, np.int32), *owned]), return_counts=True)
+        return int((users == self._ref_counts[blocks]).sum()) * self.block_size
 
     def append(self, sequence: int, tokens: Iterable[int] | int) -> list[tuple[int, int]]:
         """Gives slots to more tokens; returns the copies (from slot, to slot) to make before the step that runs them.
@@ -212,13 +218,13 @@ class BlockManager:
 
     # Prefix sharing
 
-    def match_prefix(self, tokens: Iterable[int]) -> int:
+    def match_prefix(self, tokens: Iterable[int], root: int = 0) -> int:
         """The number of first tokens that `open` would share. Changes nothing, not even what counts as used."""
         prompt = check_token_ids("BlockManager.match_prefix", tokens)
-        return sum(len(block_tokens) for _, block_tokens in self._prefixes.matching_blocks(prompt))
+        return sum(len(block_tokens) for _, block_tokens in self._prefixes.matching_blocks(prompt, root))
 
-    def store_prefix(self, sequence: int, tokens: Iterable[int] | None = None) -> None:
-        """Lets later prompts share the full blocks of this sequence: call it once a step has stored their tokens.
+    def store_prefix(self, sequence: int, tokens: Iterable[int] | None = None, root: int = 0) -> None:
+        """Lets later prompts of a root share the full blocks of this sequence: call it once a step has stored their tokens.
 
         tokens: the ids of its first tokens, where `append` got their number only. Raises CacheError for more tokens
         than the sequence has, and for a sequence whose first blocks were freed.
@@ -233,24 +239,24 @@ class BlockManager:
                 expected = f"at most the sequence's {len(stored.tokens)}"
                 raise CacheError("BlockManager.store_prefix: tokens", f"{len(ids)}", expected)
             stored.tokens[: len(ids)] = ids
-        self._prefixes.add_sequence(stored.tokens, stored.blocks.tolist())
+        self._prefixes.add_sequence(stored.tokens, stored.blocks.tolist(), root)
 
     def stored_blocks(self) -> list[StoredBlock]:
         """Every stored block, each after the block that it follows."""
         return self._prefixes.stored_blocks()
 
-    def restore_blocks(self, prefix_blocks: Iterable[tuple[int, Sequence[int]]]) -> list[int]:
+    def restore_blocks(self, prefix_blocks: Iterable[tuple[int, Sequence[int]]], roots: int = 1) -> list[int]:
         """Stores blocks (before, tokens), as stored_blocks lists them, in free slots; returns the blocks.
 
-        Fill their slots next. Raises CacheError, and stores none of them, for a block that comes before the one it
-        follows, is stored already, is not full, or finds no free slots.
+        Fill their slots next. roots: how many there may be. Raises CacheError, and stores none of them, for a block
+        that comes before the one it follows, is stored already, is not full, or finds no free slots.
         """
         where, blocks = "BlockManager.restore_blocks", []
         try:
             for before, tokens in prefix_blocks:
-                before = check_integer(f"{where}: before", before, -1, len(blocks) - 1)
+                before = check_integer(f"{where}: before", before, -roots, len(blocks) - 1)
                 block_tokens = tuple(check_token_ids(where, tokens))
-                prefix = EMPTY_PREFIX if before < 0 else self._prefixes.prefix(blocks[before])
+                prefix = empty_prefix(-1 - before) if before < 0 else self._prefixes.prefix(blocks[before])
                 is_stored = self._prefixes.find(prefix, block_tokens) is not None
                 if len(block_tokens) != self.block_size or is_stored or not self._free_blocks:
                     raise CacheError(where, f"block {len(blocks)}", "a full block, stored once, and free slots")

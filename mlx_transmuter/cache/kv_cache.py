@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -120,14 +120,20 @@ class KVCache:
     # Sequences
 
     def open_sequences(
-        self, prompts: Sequence[Sequence[int]], max_lengths: Sequence[int], *, equal_prefixes: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_lengths: Sequence[int],
+        *,
+        equal_prefixes: bool = False,
+        roots: Sequence[int] | None = None,
     ) -> tuple[list[int | None], list[int]]:
         """Returns (sequences, stored): a sequence for each row that will have max_lengths[r] > 0 tokens, None for other
         rows, and the number of first tokens of its prompt whose keys and values are stored.
 
         The cache then has room for the prompts; what comes after them gets its slots by `reserve`. equal_prefixes: all
-        rows with a prompt begin with equally many stored tokens. One session at a time, which `close_sequences` ends.
-        Raises CacheError for a second one, CacheFullError for prompts that need more slots than max_slots allows.
+        rows with a prompt begin with equally many stored tokens. roots: of each row's prefix (see empty_prefix), by
+        default 0. One session at a time, which `close_sequences` ends. Raises CacheError for a second one,
+        CacheFullError for prompts that need more slots than max_slots allows.
         """
         self._begin_use()
         sequences: list[int | None] = [None] * len(prompts)
@@ -135,7 +141,7 @@ class KVCache:
         try:
             for row, (prompt, max_length) in enumerate(zip(prompts, max_lengths, strict=True)):
                 if max_length:
-                    sequences[row], stored[row] = self.block_manager.open(prompt)
+                    sequences[row], stored[row] = self.block_manager.open(prompt, roots[row] if roots else 0)
             if equal_prefixes:
                 stored = self._equalize_prefixes(prompts, sequences, stored)
             unstored = {
@@ -159,14 +165,23 @@ class KVCache:
         finally:
             self._use_lock.release()
 
-    def reserve(self, sequences: Sequence[int], counts: Sequence[int], draft_counts: Sequence[int] = ()) -> None:
+    def reserve(
+        self,
+        sequences: Sequence[int],
+        counts: Sequence[int],
+        draft_counts: Sequence[int] = (),
+        restarts: Mapping[int, int] | None = None,
+    ) -> None:
         """Makes sure that `append` finds slots for counts[r] more tokens of each of these sequences, and `open_drafts`
         for drafts of draft_counts: the cache grows, or evicts.
 
-        Raises CacheFullError, and changes nothing, where max_slots is too few.
+        restarts: other sequences, which are freed first, and how many tokens a new one has in the place of each. Raises
+        CacheFullError, and changes nothing, where max_slots is too few.
         """
-        draft_slots = sum(ceil_div(count, self.block_size) for count in draft_counts) * self.block_size
-        self._ensure_free_slots(draft_slots + self.block_manager.slots_to_append(sequences, counts))
+        new_lengths = [*draft_counts, *(restarts or {}).values()]
+        new_slots = sum(ceil_div(length, self.block_size) for length in new_lengths) * self.block_size
+        new_slots -= self.block_manager.slots_to_free(list(restarts or {}))
+        self._ensure_free_slots(max(0, new_slots + self.block_manager.slots_to_append(sequences, counts)))
 
     def append(self, sequence: int, count: int) -> None:
         """Gives slots to `count` more tokens of the sequence; a shared block that it now writes to is copied."""

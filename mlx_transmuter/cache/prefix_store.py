@@ -11,11 +11,18 @@ BlockTokens = tuple[int | None, ...]
 # The number of the stored prefix before a block, and the block's tokens: together they name the whole prefix.
 _PrefixKey = tuple[int, BlockTokens]
 
-EMPTY_PREFIX = 0
+
+def empty_prefix(root: int) -> int:
+    """Returns the number of the empty prefix of a root.
+
+    root: 0, or more for keys and values that are others for the same tokens: prefixes of different roots share nothing.
+    """
+    return -root
 
 
 class StoredBlock(NamedTuple):
-    """A stored block: its tokens, its number, and the place in the list of the block before it (-1: none)."""
+    """A stored block: its tokens, its number, and the place in the list of the block before it; without one, -1 minus
+    the root."""
 
     before: int
     tokens: BlockTokens
@@ -37,7 +44,7 @@ class PrefixStore:
         self._block_of_prefix: dict[_PrefixKey, tuple[int, int]] = {}
         self._prefix_of_block: dict[int, tuple[int, _PrefixKey]] = {}  # block → the number of its prefix, its key
         self._blocks_after: dict[int, set[int]] = {}  # number of a prefix → the stored blocks that follow
-        self._last_prefix = EMPTY_PREFIX
+        self._last_prefix = 0
         self._evictable: OrderedDict[int, None] = OrderedDict()  # without a user, the least recently used first
 
     def __len__(self) -> int:
@@ -64,12 +71,12 @@ class PrefixStore:
         block, _ = self._block_of_prefix.get((prefix, tokens), (None, None))
         return block
 
-    def matching_blocks(self, prompt: Sequence[int | None]) -> Iterator[tuple[int, BlockTokens]]:
-        """The stored blocks with which the prompt begins, and their tokens; never the block of its last token.
+    def matching_blocks(self, prompt: Sequence[int | None], root: int = 0) -> Iterator[tuple[int, BlockTokens]]:
+        """The stored blocks of a root with which the prompt begins, and their tokens; never the block of its last token.
 
         Any thread may iterate while another stores and evicts: the number of a prefix is never used twice.
         """
-        prefix = EMPTY_PREFIX
+        prefix = empty_prefix(root)
         for start in range(0, (len(prompt) - 1) // self.block_size * self.block_size, self.block_size):
             tokens = tuple(prompt[start : start + self.block_size])
             found = self._block_of_prefix.get((prefix, tokens))
@@ -86,12 +93,12 @@ class PrefixStore:
         self._prefix_of_block[block] = (self._last_prefix, (prefix, tokens))
         self._blocks_after.setdefault(prefix, set()).add(block)
 
-    def add_sequence(self, tokens: Sequence[int | None], blocks: Sequence[int]) -> None:
-        """Stores the full blocks of a sequence, up to the first token that is not known.
+    def add_sequence(self, tokens: Sequence[int | None], blocks: Sequence[int], root: int = 0) -> None:
+        """Stores the full blocks of a sequence under a root, up to the first token that is not known.
 
         A prefix that is stored already keeps its block, which counts as used now.
         """
-        prefix, stored = EMPTY_PREFIX, []
+        prefix, stored = empty_prefix(root), []
         for block, block_tokens in self._full_blocks(tokens, blocks):
             if None in block_tokens:
                 break
@@ -109,7 +116,7 @@ class PrefixStore:
         place_of_prefix = {self.prefix(block): place for place, block in enumerate(blocks)}
         keys = [self._prefix_of_block[block][1] for block in blocks]
         return [
-            StoredBlock(place_of_prefix.get(prefix, -1), tokens, block)
+            StoredBlock(place_of_prefix.get(prefix, prefix - 1), tokens, block)
             for block, (prefix, tokens) in zip(blocks, keys, strict=True)
         ]
 

@@ -20,15 +20,7 @@ from mlx_transmuter.generation.settings import Settings, check_vocabulary, max_n
 from mlx_transmuter.program import ProgramError
 from mlx_transmuter.program.signature import DecoderSignature, SignatureError
 from mlx_transmuter.runtime.decoder import Decoder
-
-
-def default_prefill_step_size() -> int:
-    """Returns the most tokens of a prompt that one step takes by default: 2,048 as in mlx_lm.
-
-    On the CPU 128: there attention scores are computed also for the columns that a token does not attend to, and all of
-    them are in memory at once.
-    """
-    return 128 if mx.default_device() == mx.cpu else 2048
+from mlx_transmuter.runtime.prefill_schedule import default_prefill_step_size
 
 
 @dataclass(frozen=True)

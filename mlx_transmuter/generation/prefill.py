@@ -26,8 +26,10 @@ def prefill_in_chunks(
     """
     rows = range(batch.row_count)
     start, last = 0, None
-    longest = max(map(len, sequences.values()))
-    for size in prefill_chunks(longest, max_chunk_tokens(session, batch), prompt_mode):
+    longest, max_chunk = max(map(len, sequences.values())), max_chunk_tokens(session, batch)
+    lengths = session.lengths.tolist()
+    session.announce_prompts([lengths[row] + len(sequences.get(row, ())) for row in rows], max_chunk)
+    for size in prefill_chunks(longest, max_chunk, prompt_mode):
         if batch.cancelled:
             return None
         tokens = np.zeros((len(rows), size), np.int32)

@@ -52,7 +52,7 @@ class PromptCache:
         self.kv_bits, self.kv_group_size = kv_bits, kv_group_size
         decoder = Decoder(self.module, 1, kv_bits=kv_bits, kv_group_size=kv_group_size)
         _check_decoder(decoder)
-        self.vocab_size = decoder.vocab_size
+        self.vocab_size, self._length_switches = decoder.vocab_size, decoder.signature.length_switches
         slot_bytes = KVCache(decoder.pool_specs, 0, block).slot_nbytes
         for name, limit in (("max_tokens", max_tokens), ("max_bytes", max_bytes)):
             if limit is not None and not is_integer(limit):
@@ -96,7 +96,7 @@ class PromptCache:
 
     def find(self, tokens: Sequence[int]) -> int:
         """Returns how many first tokens of a prompt are stored, which a generation would not compute."""
-        return self.kv_cache.block_manager.match_prefix(tokens)
+        return self.kv_cache.block_manager.match_prefix(tokens, self._length_switches.side(len(tokens)))
 
     def clear(self) -> None:
         """Drops everything, and frees the memory. Raises GenerationError while a generation uses it."""

@@ -1,6 +1,7 @@
 """The file of a prompt cache: safetensors with the stored blocks, checked before any of it is used.
 
-    before  int32 [blocks]         the block that each one follows, an earlier one, or -1
+    before  int32 [blocks]         the block that each one follows, an earlier one, or -1 minus the side of the model's
+                                   length switches that its keys are of
     tokens  int32 [blocks, block]  their token ids
     <past>  [blocks · block, heads · width]  for each pool, under the name of the graph's input: the slots' rows
 
@@ -177,7 +178,9 @@ def restore_prompt_cache(header: PromptCacheHeader, kv_cache: KVCache, module: P
         raise _refusal(header, f"token ids from {tokens.min()} to {tokens.max()}", f"ids from 0 to {vocab_size - 1}")
     kv_cache.grow(slots)
     try:
-        restored = kv_cache.block_manager.restore_blocks(zip(before.tolist(), tokens.tolist(), strict=True))
+        blocks = zip(before.tolist(), tokens.tolist(), strict=True)
+        sides = DecoderSignature.from_program(module.program).length_switches.sides
+        restored = kv_cache.block_manager.restore_blocks(blocks, roots=sides)
     except CacheError as error:
         raise _refusal(header, str(error.found), str(error.expected)) from None
     kv_cache.write_slots(

@@ -17,6 +17,7 @@ from mlx_transmuter.program.cache_pairs import (
     find_pairs,
     is_cache_or_state_name,
 )
+from mlx_transmuter.program.length_switches import TOTAL_LENGTH_INPUT, LengthSwitches
 
 CacheMode = Literal["in_place", "append", "grow"]
 CACHE_MODES: tuple[CacheMode, ...] = ("in_place", "append", "grow")
@@ -29,7 +30,9 @@ TOKEN_INPUTS = ("input_ids", EMBEDDINGS_INPUT, "decoder_input_ids")
 MASK_INPUT, POSITIONS_INPUT, USE_CACHE_BRANCH_INPUT = "attention_mask", "position_ids", "use_cache_branch"
 LOGITS_TO_KEEP_INPUTS = ("num_logits_to_keep", "logits_to_keep")
 # The inputs of a step beside its tokens, which are removed where no node reads them.
-OPTIONAL_INPUTS = frozenset({MASK_INPUT, POSITIONS_INPUT, USE_CACHE_BRANCH_INPUT, *LOGITS_TO_KEEP_INPUTS})
+OPTIONAL_INPUTS = frozenset(
+    {MASK_INPUT, POSITIONS_INPUT, USE_CACHE_BRANCH_INPUT, TOTAL_LENGTH_INPUT, *LOGITS_TO_KEEP_INPUTS}
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class DecoderSignature:
     pools by an index; its pasts are then pools and its presents the new ones. fused_kv_pools: whether each of these
     pools has the keys of all heads and, after them, the values. selects_logits: whether it computes the logits of
     chosen tokens alone, [rows, k, vocab]. vocab_size: the last axis of the logits. single_row: whether the graph
-    declares one row. extra_inputs: the other inputs, which a task feeds (the outputs of an encoder).
+    declares one row. length_switches: the total lengths past which keys are computed otherwise. extra_inputs: the other inputs, which a task feeds (the outputs of an encoder).
     """
 
     token_input: str
@@ -63,6 +66,7 @@ class DecoderSignature:
     fused_kv_pools: bool
     selects_logits: bool
     single_row: bool
+    length_switches: LengthSwitches
     extra_inputs: tuple[str, ...]
 
     @staticmethod
@@ -106,6 +110,7 @@ class DecoderSignature:
             selects_logits=LOGIT_INDICES_INPUT in inputs,
             single_row=(inputs[tokens].shape or (None,))[0] == 1
             or any(pair.shape[pair.batch_axis] == 1 for pair in pairs),
+            length_switches=LengthSwitches.from_program(program),
             extra_inputs=tuple(value.name for value in others if value.name not in pasts),
         )
 

@@ -19,7 +19,7 @@ from mlx_transmuter.runtime.errors import DecoderError
 from mlx_transmuter.runtime.row_slots import RowSlots
 from mlx_transmuter.runtime.session import DecoderSession
 from mlx_transmuter.runtime.steps.draft import DraftStep, DraftStepInputs
-from mlx_transmuter.runtime.steps.graph import is_token, row_positions
+from mlx_transmuter.runtime.steps.graph import is_token, row_positions, updated_states
 from mlx_transmuter.runtime.steps.packed_prefill import PackedPrefillInputs, PackedPrefillStep
 from mlx_transmuter.runtime.steps.past_present import PastPresentInputs, PastPresentStep
 from mlx_transmuter.runtime.steps.pool_write import PoolWriteInputs, PoolWriteStep
@@ -72,6 +72,11 @@ class CacheSession(DecoderSession):
         return self.kv_cache.pools
 
     @property
+    def prefix_roots(self) -> np.ndarray:
+        """The root int32 [rows] under which a row's prefix is stored: the side that its keys are of."""
+        return np.zeros(self.decoder.rows, np.int32)
+
+    @property
     def copied_slots(self) -> int:
         """How many slots were copied, of blocks that rows shared and of drafts in blocks of several."""
         return self.kv_cache.copied_slots
@@ -79,7 +84,12 @@ class CacheSession(DecoderSession):
     def step(self, tokens: Any, counts: Sequence[int], positions: Any = None) -> mx.array:
         """See DecoderSession.step."""
         tokens = mx.array(self._check_tokens(tokens))
-        new, seq = self._check_counts(tokens, counts), tokens.shape[1]
+        return self._run_step(tokens, self._check_counts(tokens, counts), positions)
+
+    def _run_step(self, tokens: Any, new: np.ndarray, positions: Any, side: int = 0) -> mx.array:
+        """Runs a step of rows that are all on one side of the decoder's length switches."""
+        tokens = tokens if isinstance(tokens, mx.array) else mx.array(tokens)
+        seq = tokens.shape[1]
         if self.decoder.needs_equal_lengths and (self.lengths[new > 0] != self.lengths.max()).any():
             raise DecoderError(f"rows of {self.lengths.tolist()} tokens", "rows of one length where the cache grows")
         if self.decoder.plan.padding_side == "none" and (new[new > 0] != seq).any():
@@ -87,15 +97,17 @@ class CacheSession(DecoderSession):
         positions = None if positions is None else mx.array(positions)
         self._reserve(new)
         run = self._pooled_step if self.decoder.signature.uses_pools else self._past_present_step
-        return run(tokens, new, positions)
+        return run(tokens, new, positions, side)
 
-    def _pooled_step(self, tokens: mx.array, counts: np.ndarray, positions: mx.array | None) -> mx.array:
+    def _pooled_step(
+        self, tokens: mx.array, counts: np.ndarray, positions: mx.array | None, side: int
+    ) -> mx.array:
         seq, lengths = tokens.shape[1], mx.array(self.lengths)
         token_positions = mx.array(_token_positions(self.lengths, counts, seq))
         columns = self._step_columns(int((self.lengths + counts).max()), seq)
         self._append_tokens(counts)
         slot_table, window_table = self._slot_tables(columns)
-        step = PooledStep(seq, columns, self.kv_cache.head_span, self.row_slots.paged, positions is not None)
+        step = PooledStep(seq, columns, self.kv_cache.head_span, self.row_slots.paged, positions is not None, side)
         outputs = self.decoder.compile_once(step)(
             PooledStepInputs(
                 extra_inputs_and_states=self._extra_inputs_and_states(),
@@ -113,11 +125,13 @@ class CacheSession(DecoderSession):
         self.pools.put(outputs.pools)
         return outputs.logits
 
-    def _past_present_step(self, tokens: mx.array, counts: np.ndarray, positions: mx.array | None) -> mx.array:
+    def _past_present_step(
+        self, tokens: mx.array, counts: np.ndarray, positions: mx.array | None, side: int
+    ) -> mx.array:
         self._write_pending()
         decoder, (rows, seq), length = self.decoder, tokens.shape[:2], int(self.lengths.max())
         context = length if decoder.needs_exact_past else decoder.past_columns(length, seq)
-        step = PastPresentStep(decoder.cache_mode, seq, context, self.kv_cache.head_span, positions is not None)
+        step = PastPresentStep(decoder.cache_mode, seq, context, self.kv_cache.head_span, positions is not None, side)
         outputs = decoder.compile_once(step)(
             PastPresentInputs(
                 pools=self.pools.arrays,
@@ -173,10 +187,12 @@ class CacheSession(DecoderSession):
             mx.array(table(lengths, columns.window_context, ring=True)) if columns.window_context else None,
         )
 
-    def _reserve(self, counts: np.ndarray, draft_counts: Sequence[int] = ()) -> None:
+    def _reserve(
+        self, counts: np.ndarray, draft_counts: Sequence[int] = (), restart_lengths: np.ndarray | None = None
+    ) -> None:
         """Makes room for the rows' new tokens before anything of a step is done. The pools may grow."""
         self.row_slots.free_unreachable(self.lengths)
-        self.row_slots.reserve(counts, draft_counts)
+        self.row_slots.reserve(counts, draft_counts, restart_lengths)
 
     def _append_tokens(self, counts: np.ndarray) -> None:
         """Gives slots to the rows' new tokens."""
@@ -190,20 +206,24 @@ class CacheSession(DecoderSession):
         prompts: one for each row, which has no tokens yet; [] for none, whose logits are unspecified. seq: at least
         their sum. Raises DecoderError for a decoder that doesn't support it, rows with tokens, or prompts too long.
         """
-        counts = np.array([len(prompt) for prompt in prompts], np.int32)
-        self._check_tokens(np.concatenate([np.asarray(prompt, np.int64) for prompt in prompts]))
-        self._check_packed_prompts(counts, seq)
+        counts = self._check_packed_prompts(prompts, seq)
         self._reserve(counts)
+        return self._run_packed_prefill(prompts, counts, seq)
+
+    def _run_packed_prefill(
+        self, prompts: Sequence[Sequence[int]], counts: np.ndarray, seq: int, side: int = 0
+    ) -> mx.array:
         self._append_tokens(counts)
         # Rows of an earlier packed prefill may be longer than these.
         table, span = self.row_slots.table(self.lengths, int(self.lengths.max())), self.kv_cache.head_span
-        step = self.decoder.compile_once(PackedPrefillStep(seq, span))
+        step = self.decoder.compile_once(PackedPrefillStep(seq, span, side))
         outputs = step(PackedPrefillInputs.pack(self.pools.take(), prompts, table, seq))
         self.pools.put(outputs.pools)
         return outputs.logits
 
-    def _check_packed_prompts(self, counts: np.ndarray, seq: int) -> None:
-        max_step_tokens = self.max_step_tokens
+    def _check_packed_prompts(self, prompts: Sequence[Sequence[int]], seq: int) -> np.ndarray:
+        """Returns the lengths of the prompts int32 [rows]."""
+        counts, max_step_tokens = np.array([len(prompt) for prompt in prompts], np.int32), self.max_step_tokens
         if not self.decoder.supports_packed_prefill:
             found, do = "a packed prefill for a graph whose attention isn't over pools", "run plain steps"
             raise DecoderError(found, "one that the conversion rewrote", do)
@@ -215,6 +235,7 @@ class CacheSession(DecoderSession):
             raise DecoderError(found, f"at most {max_step_tokens} each", "run them in chunks")
         if not 0 < counts.sum() <= seq:
             raise DecoderError(f"{counts.sum()} tokens in a packed prefill of {seq}", "1 or more, as many as fit")
+        return counts
 
     def verify_draft(self, tokens: Any, ancestor_mask: Any, depths: Any) -> mx.array:
         """Returns lazy logits [rows, seq, vocab] after each token of a draft; `accept` then takes some of them.
@@ -231,14 +252,34 @@ class CacheSession(DecoderSession):
         depths, seq = np.asarray(depths, np.int32), tokens.shape[1]
         # The table has a column for each draft token's position too.
         columns = self._step_columns(self._check_draft(tokens, depths), seq)
-        draft_counts = (depths >= 0).sum(axis=1).tolist()
-        # In blocks of one slot, accepted tokens stay in those of the draft.
-        self._reserve((depths.max(axis=1) + 1) * (self.kv_cache.block_size > 1), draft_counts)
-        slot_table, window_table = self._slot_tables(columns)
-        slots, span = self.row_slots.open_draft(draft_counts, seq), self.kv_cache.head_span
+        self._prepare_draft(depths)
+        slots = self.row_slots.open_draft((depths >= 0).sum(axis=1).tolist(), seq)
         positions = np.where(depths >= 0, self.lengths[:, None] + depths, -1).astype(np.int32)
+        return self._run_draft(tokens, ancestor_mask, positions, slots, columns)
+
+    def _prepare_draft(self, depths: np.ndarray) -> None:
+        """Makes room for a draft, before anything of it is done."""
+        self._reserve_draft(depths)
+
+    def _reserve_draft(self, depths: np.ndarray, restart_lengths: np.ndarray | None = None) -> None:
+        # In blocks of one slot, accepted tokens stay in those of the draft.
+        counts = (depths.max(axis=1) + 1) * (self.kv_cache.block_size > 1)
+        self._reserve(counts, (depths >= 0).sum(axis=1).tolist(), restart_lengths)
+
+    def _run_draft(
+        self,
+        tokens: mx.array,
+        ancestor_mask: mx.array,
+        positions: np.ndarray,
+        slots: np.ndarray,
+        columns: StepColumns,
+        side: int = 0,
+    ) -> mx.array:
+        """Runs the draft tokens that have a position; see DraftStepInputs."""
+        slot_table, window_table = self._slot_tables(columns)
         assert slot_table is not None
-        outputs = self.decoder.compile_once(DraftStep(seq, columns, span))(
+        step = DraftStep(tokens.shape[1], columns, self.kv_cache.head_span, side)
+        outputs = self.decoder.compile_once(step)(
             DraftStepInputs(
                 tokens=tokens,
                 positions=mx.array(positions),
@@ -330,7 +371,18 @@ class CacheSession(DecoderSession):
         """
         self._write_pending()
         self.evaluate()
-        self.row_slots.store_prefixes(row_tokens, self.lengths)
+        self.row_slots.store_prefixes(row_tokens, self.lengths, self.prefix_roots)
+
+    def restart(self, rows: np.ndarray) -> None:
+        """Drops all tokens of the rows, bool [rows], also of those whose first ones have lost their slots."""
+        self._write_pending()
+        self.row_slots.restart(rows)
+        self.lengths = np.where(rows, 0, self.lengths).astype(np.int32)
+        step_inputs, kept = self.decoder.graph.step_inputs, (~rows).astype(np.int32)
+        zeros = step_inputs.zero_states(self.decoder.rows)
+        pairs = zip(self.decoder.signature.state_pairs, self.states, strict=True)
+        states = {pair.present: array for pair, array in pairs}
+        self.states = updated_states(self.decoder.graph, zeros, states, mx.array(kept))
 
     def end_rows(self, row_tokens: Sequence[Sequence[int] | None]) -> None:
         """Stores what rows have, as `store_prefixes` does, and ends them: their slots can be evicted for other rows.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_transmuter import ops
 from mlx_transmuter.cache import KVCache, PoolSpec
@@ -19,6 +20,7 @@ from mlx_transmuter.runtime.buckets import Ring, context_bucket
 from mlx_transmuter.runtime.cache_session import CacheSession
 from mlx_transmuter.runtime.errors import DecoderError
 from mlx_transmuter.runtime.full_context_session import FullContextSession
+from mlx_transmuter.runtime.length_switch_session import LengthSwitchSession
 from mlx_transmuter.runtime.module import ProgramModule
 from mlx_transmuter.runtime.row_slots import RowSlots
 from mlx_transmuter.runtime.step_inputs import StepInputs
@@ -33,10 +35,11 @@ class Decoder:
 
     cache_mode: by default that of the plan. plan: how it runs, by default as the conversion recorded. kv_bits: 8 or 4,
     to keep keys and values in so many bits an element, in groups of kv_group_size (see cache.QuantizedFormat); None
-    keeps them as they are. position_limit: where the first of the graph's tables of positions ends, and with it every
-    row; None where none does. trained_length: the tokens of a row that the model was trained for, where that is known.
-    Raises SignatureError for a module that is no decoder, or one with a table that has no row for some token;
-    CacheError for other bits or groups.
+    keeps them as they are. fixed_side: the side of the length switches on which rows of any length are, for proofs.
+    position_limit: where the first of the graph's tables of positions ends, and with it every row; None where none
+    does. trained_length: the tokens of a row that the model was trained for, where that is known. Raises SignatureError
+    for a module that is no decoder, or one with a table that has no row for some token; CacheError for other bits or
+    groups.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Decoder:
         plan: RunPlan | None = None,
         kv_bits: int | None = None,
         kv_group_size: int = 64,
+        fixed_side: int | None = None,
     ):
         if rows < 1:
             raise DecoderError(f"{rows} rows", "at least one row")
@@ -71,6 +75,7 @@ class Decoder:
         step_inputs = StepInputs.from_program(program, self.signature, max_positions=self.max_positions)
         self.graph = DecoderGraph(module, step_inputs, self.pool_specs, self.plan.row_by_row, self.max_window)
         self.vocab_size = self.signature.vocab_size
+        self._fixed_side = fixed_side
         self._compiled_steps: dict[Step, Callable[[Any], Any]] = {}
         mx.eval(module.parameters())  # a captured weight that was never evaluated would be computed anew at each call
 
@@ -107,6 +112,16 @@ class Decoder:
         """Whether the graph gets a past, or a mask, of exactly the tokens so far: positions come from its length."""
         has_length = bool(self.signature.cache_pairs or (self.signature.state_pairs and self.signature.mask_input))
         return self.cache_mode == "grow" and not self.signature.uses_pools and has_length
+
+    def sides_of(self, lengths: np.ndarray) -> np.ndarray:
+        """Returns the sides int32 [rows] of the length switches on which rows of int32 [rows] tokens are."""
+        if self._fixed_side is not None:
+            return np.full_like(lengths, self._fixed_side)
+        return self.signature.length_switches.sides_of(lengths)
+
+    def next_switch(self, length: int) -> int:
+        """Returns the most tokens that a row of `length` tokens can have before it passes a length switch."""
+        return NO_POSITION_LIMIT if self._fixed_side is not None else self.signature.length_switches.next_switch(length)
 
     @property
     def prompt_mode(self) -> str:
@@ -189,14 +204,20 @@ class Decoder:
         if kv_cache is None:
             reserved, forked = self._reserved_lengths(max_lengths), self._reserved_lengths(forked_lengths)
             slots = RowSlots.allocate(self.pool_specs, reserved, ring, block_size if paged else None, forked)
-            return CacheSession(self, max_lengths, inputs, slots)
+            session_type = LengthSwitchSession if self.signature.length_switches else CacheSession
+            return session_type(self, max_lengths, inputs, slots)
         if inputs or kv_cache.pool_specs != self.pool_specs or len(prompts) != self.rows:
             found = f"pools of {kv_cache.pool_specs}, the inputs {sorted(inputs)} and {len(prompts)} prompts"
             expected = f"pools of {self.pool_specs}, no inputs but tokens and {self.rows} prompts"
             raise DecoderError(found, expected, "give a cache of this decoder's pools, and a decoder of tokens alone")
-        sequences, stored = kv_cache.open_sequences(prompts, max_lengths, equal_prefixes=self.needs_equal_lengths)
+        sides = self.sides_of(np.array([len(prompt) for prompt in prompts], np.int32))
+        sequences, stored = kv_cache.open_sequences(
+            prompts, max_lengths, equal_prefixes=self.needs_equal_lengths, roots=sides.tolist()
+        )
         try:
             slots = RowSlots(kv_cache, sequences, ring, paged=True, is_shared=True)
+            if self.signature.length_switches:
+                return LengthSwitchSession(self, max_lengths, inputs, slots, stored, prompts)
             return CacheSession(self, max_lengths, inputs, slots, stored)
         except BaseException:  # no memory, Ctrl-C
             kv_cache.close_sequences(sequences)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter import ops
 from mlx_transmuter.runtime.errors import DecoderError
-from mlx_transmuter.runtime.session import DecoderSession
+from mlx_transmuter.runtime.row_history import RowHistory
+from mlx_transmuter.runtime.session import DecoderSession, run_by_side
 from mlx_transmuter.runtime.steps.full_context import FullContextInputs, FullContextStep
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ class FullContextSession(DecoderSession):
 
     def __init__(self, decoder: Decoder, max_lengths: Sequence[int], extra_inputs: Mapping[str, mx.array]):
         super().__init__(decoder, max_lengths, extra_inputs)
-        self._tokens: np.ndarray | None = None  # [rows, most tokens of a row], or with a last axis of embeddings
-        self._positions: np.ndarray | None = None  # [rows, most tokens] or [axes, rows, most tokens]
+        self._history = RowHistory(decoder.rows, int(self.max_lengths.max()))
         self._closed = False
 
     def step(self, tokens: Any, counts: Sequence[int], positions: Any = None) -> mx.array:
@@ -40,37 +39,22 @@ class FullContextSession(DecoderSession):
         lengths = self.lengths + new
         if decoder.needs_equal_lengths and (lengths[new > 0] != lengths.max()).any():
             raise DecoderError(f"rows of {lengths.tolist()} tokens", "rows of one length in a session")
-        self._append(tokens, new, positions)
+        self._history.append(tokens, new, self.lengths, positions)
         self.lengths = lengths
         longest = int(lengths.max())
         columns = longest if padding_side == "none" else decoder.full_context_columns(longest)
-        step = decoder.compile_once(FullContextStep(columns, padding_side, self._positions is not None))
-        assert self._tokens is not None
-        return step(
-            FullContextInputs(
-                tokens=mx.array(self._padded(self._tokens, 1, columns)),
-                lengths=mx.array(self.lengths),
-                positions=None if self._positions is None else mx.array(self._padded(self._positions, -1, columns)),
-                extra_inputs=dict(self.extra_inputs),
-            )
+        positions = self._history.positions
+        inputs = FullContextInputs(
+            tokens=mx.array(self._padded(self._history.tokens, 1, columns)),
+            lengths=mx.array(self.lengths),
+            positions=None if positions is None else mx.array(self._padded(positions, -1, columns)),
+            extra_inputs=dict(self.extra_inputs),
         )
 
-    def _append(self, tokens: Any, counts: np.ndarray, positions: Any) -> None:
-        """Adds the first counts[r] tokens of each row, and their positions, to those so far.
+        def run(side: int, _: np.ndarray) -> mx.array:
+            return decoder.compile_once(FullContextStep(columns, padding_side, positions is not None, side))(inputs)
 
-        Tokens that come without positions in a session that has some are at their indices.
-        """
-        tokens = ops.to_host(tokens) if isinstance(tokens, mx.array) else np.asarray(tokens)
-        rows, max_length = self.decoder.rows, int(self.max_lengths.max())
-        if self._tokens is None:
-            self._tokens = np.zeros((rows, max_length, *tokens.shape[2:]), tokens.dtype)
-        if positions is not None and self._positions is None:
-            indices, axes = np.arange(max_length, dtype=np.int32), np.shape(positions)[:-2]
-            self._positions = np.broadcast_to(indices, (*axes, rows, max_length)).copy()
-        for row, (start, count) in enumerate(zip(self.lengths.tolist(), counts.tolist(), strict=True)):
-            self._tokens[row, start : start + count] = tokens[row, :count]
-            if positions is not None and self._positions is not None:
-                self._positions[..., row, start : start + count] = np.asarray(positions)[..., row, :count]
+        return run_by_side(decoder.sides_of(lengths), new > 0, run)
 
     def _padded(self, values: np.ndarray, axis: int, columns: int) -> np.ndarray:
         """Returns the rows' values with `columns` columns on `axis`, each row's padding on the plan's side."""
@@ -87,13 +71,9 @@ class FullContextSession(DecoderSession):
     def fork(self, parents: Sequence[int]) -> None:
         """Makes row r continue after the tokens of row parents[r] from now on."""
         super().fork(parents)
-        order = list(parents)
-        if self._tokens is not None:
-            self._tokens = self._tokens[order]
-        if self._positions is not None:
-            self._positions = self._positions[..., order, :]
+        self._history.fork(parents)
 
     def close(self) -> None:
         """Ends the session."""
-        self._tokens = self._positions = None
+        self._history = RowHistory(self.decoder.rows, 0)
         self._closed = True

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import mlx.core as mx
+
 # The most tokens of a packed prefill row, where each token is weighed against every other.
 MAX_PACKED_TOKENS = 512
 
@@ -14,6 +16,15 @@ class PackedPrefillRow(NamedTuple):
 
     rows: list[int]
     size: int
+
+
+def default_prefill_step_size() -> int:
+    """Returns the most tokens of a prompt that one step takes by default: 2,048 as in mlx_lm.
+
+    On the CPU 128: there attention scores are computed also for the columns that a token does not attend to, and all of
+    them are in memory at once.
+    """
+    return 128 if mx.default_device() == mx.cpu else 2048
 
 
 def prefill_chunks(length: int, max_chunk: int | None = None, prompt_mode: str = "chunks") -> list[int]:

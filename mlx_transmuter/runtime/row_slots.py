@@ -74,19 +74,26 @@ class RowSlots:
             return self.kv_cache.block_manager.table(self._sequences, width, ring=ring)
         return contiguous_table_of_lengths(lengths, width, self.kv_cache.head_span, ring=ring)
 
-    def reserve(self, counts: np.ndarray, draft_counts: Sequence[int] = ()) -> None:
+    def reserve(
+        self, counts: np.ndarray, draft_counts: Sequence[int] = (), restart_lengths: np.ndarray | None = None
+    ) -> None:
         """Makes sure that there are slots for counts[r] more tokens of each row, and for drafts of draft_counts.
 
+        restart_lengths: int32 [rows], how many tokens a row that restarts will have again before those; 0 for others.
         Raises CacheFullError, and changes nothing, where a cache that outlives the session has too few.
         """
-        if self.paged:
-            pairs = [
-                (sequence, count)
-                for sequence, count in zip(self._sequences, counts.tolist(), strict=True)
-                if sequence is not None and count
-            ]
-            sequences, new_counts = zip(*pairs, strict=True) if pairs else ((), ())
-            self.kv_cache.reserve(sequences, new_counts, draft_counts)
+        if not self.paged:
+            return
+        again = np.zeros_like(counts) if restart_lengths is None else restart_lengths
+        row_counts = list(zip(self._sequences, counts.tolist(), again.tolist(), strict=True))
+        appends = {row: count for row, count, length in row_counts if row is not None and count and not length}
+        restarts = {row: self._kept(length + count) for row, count, length in row_counts if row is not None and length}
+        self.kv_cache.reserve(list(appends), list(appends.values()), draft_counts, restarts)
+
+    def _kept(self, length: int) -> int:
+        """Returns the most tokens with slots of a row that gets to `length` tokens in steps."""
+        is_dropped = self.ring is not None and not self.is_shared
+        return min(length, self.ring.slots + self.kv_cache.block_size) if is_dropped and self.ring else length
 
     def append(self, counts: np.ndarray, lengths: np.ndarray) -> None:
         """Gives slots to counts[r] more tokens of each row, which then has lengths[r]. The pools may grow."""
@@ -149,11 +156,26 @@ class RowSlots:
                 manager.free(sequence)
         self._sequences = sequences
 
-    def store_prefixes(self, row_tokens: Sequence[Sequence[int] | None], lengths: np.ndarray) -> None:
-        """Leaves the slots of each row's first lengths[r] tokens for later prompts that begin with them."""
-        for sequence, tokens, length in zip(self._sequences, row_tokens, lengths.tolist(), strict=True):
+    def restart(self, rows: np.ndarray) -> None:
+        """Drops all tokens of the rows, bool [rows], of which some may have lost their slots."""
+        self._peak_lengths[rows] = 0
+        manager = self.kv_cache.block_manager
+        for row in np.flatnonzero(rows).tolist():
+            sequence = self._sequences[row]
+            if self.paged and sequence is not None:
+                manager.free(sequence)
+                self._sequences[row], _ = manager.open()
+
+    def store_prefixes(
+        self, row_tokens: Sequence[Sequence[int] | None], lengths: np.ndarray, roots: np.ndarray
+    ) -> None:
+        """Leaves the slots of each row's first lengths[r] tokens for later prompts of the root roots[r] (see
+        empty_prefix) that begin with them.
+        """
+        row_values = zip(self._sequences, row_tokens, lengths.tolist(), roots.tolist(), strict=True)
+        for sequence, tokens, length, root in row_values:
             if sequence is not None and tokens is not None:
-                self.kv_cache.block_manager.store_prefix(sequence, tokens[:length])
+                self.kv_cache.block_manager.store_prefix(sequence, tokens[:length], root)
 
     def free_rows(self, rows: Sequence[int]) -> None:
         """Ends rows before the session: what is stored of them may be evicted, and their other slots are free."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -26,8 +26,10 @@ class Session(Protocol):
     def max_step_tokens(self) -> int | None: ...
     @property
     def runs_ahead(self) -> bool: ...
+    def announce_prompts(self, lengths: Sequence[int], max_chunk_tokens: int) -> None: ...
     def step(self, tokens: Any, counts: Sequence[int], positions: Any = None) -> mx.array: ...
     def prefill_packed(self, prompts: Sequence[Sequence[int]], seq: int) -> mx.array: ...
+    def draft_limits(self) -> list[int] | None: ...
     def verify_draft(self, tokens: Any, ancestor_mask: Any, depths: Any) -> mx.array: ...
     def accept(self, accepted: Sequence[Sequence[int]]) -> None: ...
     def truncate(self, lengths: Sequence[int]) -> None: ...
@@ -59,6 +61,14 @@ class DecoderSession:
         """How many slots were copied for this session."""
         return 0
 
+    def announce_prompts(self, lengths: Sequence[int], max_chunk_tokens: int) -> None:
+        """Says that the next steps bring each row to lengths[r] tokens, in chunks of at most max_chunk_tokens, and that
+        no logits count before.
+
+        Where keys follow from how many tokens a row has (see LengthSwitches), those of the first chunks are right at
+        once; without it they are computed again.
+        """
+
     def step(self, tokens: Any, counts: Sequence[int], positions: Any = None) -> mx.array:
         """Returns lazy logits [rows, vocab] at the last token of each row; those of a row without one are unspecified.
 
@@ -88,6 +98,10 @@ class DecoderSession:
     def prefill_packed(self, prompts: Sequence[Sequence[int]], seq: int) -> mx.array:
         """Returns the logits after prompts that run one after another in one row. Needs a cache."""
         raise _no_cache("a packed prefill")
+
+    def draft_limits(self) -> list[int] | None:
+        """Returns how deep in each row draft tokens may be, after its next token; None where nothing limits them."""
+        return None
 
     def verify_draft(self, tokens: Any, ancestor_mask: Any, depths: Any) -> mx.array:
         """Returns the logits after each token of a draft. Needs a cache."""
@@ -140,3 +154,25 @@ class DecoderSession:
 
 def _no_cache(what: str) -> DecoderError:
     return DecoderError(f"{what} for a graph with no cache", "one whose attention is over pools", "run plain steps")
+
+
+def run_by_side(
+    sides: np.ndarray,
+    active: np.ndarray,
+    run: Callable[[int, np.ndarray], mx.array],
+    between: Callable[[mx.array], None] = mx.eval,
+) -> mx.array:
+    """Returns the logits [rows, ...] of run(side, members), called once for each side that an active row is on, with
+    members, bool [rows], the active rows on it.
+
+    sides: int32 [rows], of the decoder's length switches. active: bool [rows]; of other rows the logits are
+    unspecified. between: evaluates the logits so far before another call, so that each call writes its pools in place.
+    """
+    first, *others = sorted({*sides[active].tolist()}) or [0]
+    logits = run(first, active & (sides == first))
+    for side in others:
+        between(logits)
+        members = active & (sides == side)
+        other = run(side, members)
+        logits = mx.where(mx.array(members).reshape(-1, *[1] * (logits.ndim - 1)), other, logits)
+    return logits

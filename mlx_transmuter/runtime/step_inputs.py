@@ -20,6 +20,7 @@ from mlx_transmuter.program.signature import (
     LOGIT_INDICES_INPUT,
     DecoderSignature,
 )
+from mlx_transmuter.program.length_switches import TOTAL_LENGTH_INPUT
 
 
 @dataclass(frozen=True)
@@ -52,23 +53,25 @@ class StepInputs:
         mask: mx.array | None = None,
         logit_indices: mx.array | None = None,
         extra_inputs: Mapping[str, mx.array] | None = None,
+        side: int = 0,
     ) -> dict[str, Any]:
         """Returns the inputs of a step; those that the graph does not have are left out.
 
         tokens: int32 [rows, seq], or embeddings [rows, seq, dim]. positions: int32 [rows, seq] or [axes, rows, seq].
         past: what the step reads by input name (see `empty_past`, `pools`). past_length: the columns of that past.
         mask: bool [rows, columns], None for a graph that has its mask from elsewhere. logit_indices: int32 [rows, k],
-        the tokens of each row whose logits are computed. extra_inputs: the graph's other inputs by name.
+        the tokens of each row whose logits are computed. extra_inputs: the graph's other inputs by name. side: of the
+        graph's length switches, on which all rows that have tokens in the step are.
         """
         signature = self.signature
         feed: dict[str, Any] = {**(extra_inputs or {}), signature.token_input: tokens}
         if signature.mask_input and mask is not None:
             feed[signature.mask_input] = mask.astype(self.dtype(signature.mask_input))
         if signature.positions_input:
-            feed[signature.positions_input] = self._fit_positions(positions, *tokens.shape[:2])
+            feed[signature.positions_input] = self._fit_positions(positions, *tokens.shape[:2], side)
         if signature.selects_logits and logit_indices is not None:
             feed[LOGIT_INDICES_INPUT] = logit_indices
-        return {**feed, **self.host_inputs(past_length), **past}
+        return {**feed, **self.host_inputs(past_length, side), **past}
 
     def uniform(
         self,
@@ -78,8 +81,12 @@ class StepInputs:
         past: Mapping[str, Any],
         logit_indices: mx.array | None = None,
         extra_inputs: Mapping[str, mx.array] | None = None,
+        side: int | None = None,
     ) -> dict[str, Any]:
-        """Returns the inputs of a step whose rows all hold past_length tokens and have no padding; see `feed`."""
+        """Returns the inputs of a step whose rows all hold past_length tokens and have no padding; see `feed`.
+
+        side: by default that of the tokens that the rows have after the step.
+        """
         rows, seq = tokens.shape[:2]
         return self.feed(
             tokens=tokens,
@@ -89,6 +96,7 @@ class StepInputs:
             mask=mx.ones((rows, past_length + seq), mx.bool_),
             logit_indices=logit_indices,
             extra_inputs=extra_inputs,
+            side=self.signature.length_switches.side(past_length + seq) if side is None else side,
         )
 
     def ranges(self, feed: Mapping[str, Any]) -> dict[str, IntegerRange]:
@@ -102,12 +110,14 @@ class StepInputs:
             ranges[signature.token_input] = IntegerRange(0, signature.vocab_size - 1)
         if signature.mask_input:
             ranges[signature.mask_input] = IntegerRange(0, 1)
-        if signature.positions_input and self.max_positions:
-            ranges[signature.positions_input] = IntegerRange(0, self.max_positions - 1)
+        side = signature.length_switches.side(int(feed.get(TOTAL_LENGTH_INPUT, 0)))
+        if signature.positions_input and (max_positions := self._max_positions(side)):
+            ranges[signature.positions_input] = IntegerRange(0, max_positions - 1)
         return ranges
 
-    def host_inputs(self, past_length: int) -> dict[str, np.ndarray]:
-        """Returns the inputs that must be known on the host: whether there is a past, and that no logits are cut off.
+    def host_inputs(self, past_length: int, side: int = 0) -> dict[str, np.ndarray]:
+        """Returns the inputs that must be known on the host: whether there is a past, that no logits are cut off, and the
+        side of the length switches.
 
         A graph that gives the logits of the last n tokens gives those of all for n = 0.
         """
@@ -117,6 +127,8 @@ class StepInputs:
             inputs[signature.use_cache_branch_input] = np.array([past_length > 0])
         if signature.logits_to_keep_input:
             inputs[signature.logits_to_keep_input] = np.zeros(signature.logits_to_keep_shape, np.int64)
+        if signature.length_switches:
+            inputs[TOTAL_LENGTH_INPUT] = signature.length_switches.total_length(side)
         return inputs
 
     def empty_past(self, rows: int, length: int = 0) -> dict[str, mx.array]:
@@ -199,9 +211,17 @@ class StepInputs:
         """Returns the MLX dtype of an input that the program declares."""
         return ops.device_dtype(self.declared[name].dtype)
 
-    def _fit_positions(self, positions: mx.array, rows: int, seq: int) -> mx.array:
-        """Returns positions [rows, seq], or [axes, rows, seq], as the graph's position_ids."""
-        if self.max_positions:
-            positions = mx.clip(positions, 0, self.max_positions - 1)
+    def _max_positions(self, side: int) -> int | None:
+        """Returns the most tokens of a row on a side of the length switches; None without a limit."""
+        limits = (self.max_positions, self.signature.length_switches.max_length(side))
+        return min((limit for limit in limits if limit), default=None)
+
+    def _fit_positions(self, positions: mx.array, rows: int, seq: int, side: int) -> mx.array:
+        """Returns positions [rows, seq], or [axes, rows, seq], as the graph's position_ids.
+
+        Only padding is at positions past the limit of its side.
+        """
+        if max_positions := self._max_positions(side):
+            positions = mx.clip(positions, 0, max_positions - 1)
         axes = self.signature.position_axes
         return mx.broadcast_to(positions, (axes, rows, seq)) if axes and positions.ndim == 2 else positions

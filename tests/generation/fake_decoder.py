@@ -118,6 +118,14 @@ class FakeSession:
                 logits[row] = self.decoder.next_logits(self.tokens[row])
         return mx.array(logits).astype(self.decoder.dtype)
 
+    def announce_prompts(self, lengths: Sequence[int], max_chunk_tokens: int) -> None:
+        assert len(lengths) == self.decoder.rows
+        assert all(length <= limit for length, limit in zip(lengths, self.max_lengths, strict=True))
+        assert max_chunk_tokens >= 1
+
+    def draft_limits(self) -> None:
+        return None
+
     def verify_draft(self, tokens: np.ndarray, ancestor_mask: np.ndarray, depths: np.ndarray) -> mx.array:
         assert self.paged
         assert self.drafted_paths is None

@@ -97,6 +97,8 @@ class SpeculativeDecoding:
             return {}
         # The last token of a row is not drafted, for nothing follows it.
         max_depths = {index: row.remaining_tokens - 1 for index, row in live.items()}
+        if (limits := self.group.session.draft_limits()) is not None:
+            max_depths = {index: min(depth, limits[index]) for index, depth in max_depths.items()}
         trees = self.drafter.propose(live, self.draft_limits, max_depths, self.state, self.fixed)
         try:
             selected_tokens = self._verify(live, trees)

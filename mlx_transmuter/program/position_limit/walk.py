@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from mlx_transmuter.program.layer_arrays import array_name
+from mlx_transmuter.program.length_switches import TOTAL_LENGTH_INPUT
 from mlx_transmuter.program.position_limit.accesses import accesses_of
 from mlx_transmuter.program.position_limit.bounds import UNKNOWN, Bounds, join, sizes
 from mlx_transmuter.program.position_limit.lengths import ONE, PAST, ROW, STEP, ZERO, Length, TokenRange
@@ -64,6 +65,8 @@ def _input_bounds(program: Program, signature: DecoderSignature) -> dict[str, Bo
         inputs[signature.positions_input] = Bounds(ZERO, ROW.minus(ONE), (*axes, None, STEP))
     if signature.mask_input and ranks[signature.mask_input] in (2, None):
         inputs[signature.mask_input] = Bounds(ZERO, ONE, (None, ROW))
+    if signature.length_switches:
+        inputs[TOTAL_LENGTH_INPUT] = Bounds(ROW, ROW, ())
     if signature.uses_pools:
         return inputs
     # GroupQueryAttention writes into a buffer, which is longer than the past.

@@ -41,11 +41,12 @@ class DraftStepOutputs(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftStep:
-    """A draft of seq tokens a row over columns of paged rows; head_span: as of PooledStep."""
+    """A draft of seq tokens a row over columns of paged rows; head_span, side: as of PooledStep."""
 
     seq: int
     columns: StepColumns
     head_span: int
+    side: int = 0
 
     def build(self, graph: DecoderGraph) -> Callable[[DraftStepInputs], DraftStepOutputs]:
         """Returns the function of the step."""
@@ -64,6 +65,7 @@ class DraftStep:
                 positions=mx.maximum(inputs.positions, 0),
                 logit_indices=mx.broadcast_to(shared_arange(self.seq), inputs.tokens.shape),
                 extra_inputs=inputs.extra_inputs,
+                side=self.side,
             )
             return DraftStepOutputs(check_logits(graph, outputs), pools)
 

@@ -28,11 +28,12 @@ class FullContextInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class FullContextStep:
-    """A step over `columns` columns."""
+    """A step over `columns` columns; side: as of PooledStep."""
 
     columns: int
     padding_side: PaddingSide
     has_positions: bool
+    side: int = 0
 
     def build(self, graph: DecoderGraph) -> Callable[[FullContextInputs], mx.array]:
         """Returns the function that returns the logits [rows, vocab] at the last token of each row."""
@@ -52,6 +53,7 @@ class FullContextStep:
                 mask=mask,
                 logit_indices=last[:, None],
                 extra_inputs=inputs.extra_inputs,
+                side=self.side,
             )
             return gather_logits(check_logits(graph, call_graph(graph, feed, rows)), last)
 

@@ -53,10 +53,11 @@ class PackedPrefillOutputs(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedPrefillStep:
-    """A packed prefill of seq tokens; head_span: as of PooledStep."""
+    """A packed prefill of seq tokens; head_span, side: as of PooledStep."""
 
     seq: int
     head_span: int
+    side: int = 0
 
     def build(self, graph: DecoderGraph) -> Callable[[PackedPrefillInputs], PackedPrefillOutputs]:
         """Returns the function of the step."""
@@ -72,6 +73,7 @@ class PackedPrefillStep:
                 positions=mx.maximum(inputs.positions, 0),
                 logit_indices=inputs.logit_indices,
                 extra_inputs={},
+                side=self.side,
             )
             return PackedPrefillOutputs(check_logits(graph, outputs)[0], pools)
 

@@ -53,13 +53,14 @@ class PastPresentOutputs(NamedTuple):
 
 @dataclass(frozen=True)
 class PastPresentStep:
-    """A step of seq tokens over a past of `context` columns; head_span: as of PooledStep."""
+    """A step of seq tokens over a past of `context` columns; head_span, side: as of PooledStep."""
 
     cache_mode: CacheMode
     seq: int
     context: int
     head_span: int
     has_positions: bool
+    side: int = 0
 
     def build(self, graph: DecoderGraph) -> Callable[[PastPresentInputs], PastPresentOutputs]:
         """Returns the function of the step."""
@@ -79,6 +80,7 @@ class PastPresentStep:
                 mask=mask,
                 logit_indices=last[:, None],
                 extra_inputs=inputs.extra_inputs_and_states,
+                side=self.side,
             )
             outputs = call_graph(graph, feed, rows)
             logits = gather_logits(check_logits(graph, outputs), last)

@@ -54,7 +54,7 @@ class PooledStepOutputs(NamedTuple):
 class PooledStep:
     """A step of seq tokens over columns of pools in which head_span slots of one head lie together.
 
-    paged: whether rows have a slot table.
+    paged: whether rows have a slot table. side: see StepInputs.feed.
     """
 
     seq: int
@@ -62,6 +62,7 @@ class PooledStep:
     head_span: int
     paged: bool
     has_positions: bool
+    side: int = 0
 
     def build(self, graph: DecoderGraph) -> Callable[[PooledStepInputs], PooledStepOutputs]:
         """Returns the function of the step."""
@@ -79,6 +80,7 @@ class PooledStep:
                 positions=default_positions if inputs.positions is None else inputs.positions,
                 logit_indices=last[:, None],
                 extra_inputs=inputs.extra_inputs_and_states,
+                side=self.side,
             )
             logits = check_logits(graph, outputs)
             logits = logits[:, 0] if graph.signature.selects_logits else gather_logits(logits, last)
@@ -109,6 +111,7 @@ def run_over_pools(
     positions: mx.array,
     logit_indices: mx.array,
     extra_inputs: dict[str, mx.array],
+    side: int,
 ) -> tuple[dict[str, mx.array], list[mx.array]]:
     """Returns the outputs of the program over pools, and the new pools; see StepInputs.feed and StepInputs.pools."""
     step_inputs = graph.step_inputs
@@ -119,6 +122,7 @@ def run_over_pools(
         past=step_inputs.pools(layer_pools, index, head_span, window_index=window_index),
         logit_indices=logit_indices,
         extra_inputs=extra_inputs,
+        side=side,
     )
     outputs = run_module(graph, feed)
     presents = [outputs[pair.present] for pair in graph.signature.cache_pairs]
