@@ -93,8 +93,8 @@ def _proof_lines(metadata: Metadata, plan: RunPlan, switches: LengthSwitches) ->
 
 def _switch_line(length: int) -> str:
     return (
-        f"- rows of more than {length} tokens are computed otherwise (longrope): the same prompts were proved on both sides"
-        " of that switch, none so long;"
+        f"- rows of more than {length} tokens are computed otherwise (longrope): the same prompts were proved on both"
+        " sides of that switch, none so long;"
     )
 
 

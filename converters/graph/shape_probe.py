@@ -73,7 +73,9 @@ class ShapeProbe:
             step_values = tuple(
                 # A switch lies past all of these lengths: the steps take turns on its sides.
                 trace_values(
-                    module, values, **make_step_inputs(program, signature, *size, number % signature.length_switches.sides)
+                    module,
+                    values,
+                    **make_step_inputs(program, signature, *size, number % signature.length_switches.sides),
                 )
                 for number, (size, values) in enumerate(zip(PROBE_SIZES, earlier, strict=True))
             )

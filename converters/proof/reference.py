@@ -48,9 +48,7 @@ class UnrewrittenGraph:
         return [
             row
             for module in self.modules
-            for row in proof.reference_logits(
-                module, self.signature, batch, self.eager, token_by_token=token_by_token
-            )
+            for row in proof.reference_logits(module, self.signature, batch, self.eager, token_by_token=token_by_token)
         ]
 
     def agrees(self, batch: ProofBatch, reference: Logits, tolerance: float) -> bool:

@@ -224,10 +224,10 @@ class BlockManager:
         return sum(len(block_tokens) for _, block_tokens in self._prefixes.matching_blocks(prompt, root))
 
     def store_prefix(self, sequence: int, tokens: Iterable[int] | None = None, root: int = 0) -> None:
-        """Lets later prompts of a root share the full blocks of this sequence: call it once a step has stored their tokens.
+        """Lets later prompts share the full blocks of this sequence: call it once a step has stored their tokens.
 
-        tokens: the ids of its first tokens, where `append` got their number only. Raises CacheError for more tokens
-        than the sequence has, and for a sequence whose first blocks were freed.
+        tokens: the ids of its first tokens, where `append` got their number only. root: see empty_prefix. Raises
+        CacheError for more tokens than the sequence has, and for a sequence whose first blocks were freed.
         """
         stored = self._sequence("store_prefix", sequence)
         if stored.num_dropped_blocks:

@@ -72,7 +72,7 @@ class PrefixStore:
         return block
 
     def matching_blocks(self, prompt: Sequence[int | None], root: int = 0) -> Iterator[tuple[int, BlockTokens]]:
-        """The stored blocks of a root with which the prompt begins, and their tokens; never the block of its last token.
+        """The stored blocks of a root with which the prompt begins, and their tokens; never that of its last token.
 
         Any thread may iterate while another stores and evicts: the number of a prefix is never used twice.
         """

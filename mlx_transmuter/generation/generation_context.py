@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
-
 from mlx_transmuter.cache import CacheError, check_quantization
 from mlx_transmuter.errors import shorten
 from mlx_transmuter.generation.drafts.draft_acceptance import DraftSelection

@@ -47,11 +47,11 @@ class LengthSwitches:
         for node in program.all_nodes():
             if TOTAL_LENGTH_INPUT not in node.inputs:
                 continue
-            constant = program.constants.get(node.inputs[-1])
-            if node.op_type not in SWITCH_OPS or node.inputs[0] != TOTAL_LENGTH_INPUT or not _is_length(constant):
+            length = _length(program.constants.get(node.inputs[-1]))
+            if node.op_type not in SWITCH_OPS or node.inputs[0] != TOTAL_LENGTH_INPUT or length is None:
                 found = f"{abbreviate([str(node)])} of the input {TOTAL_LENGTH_INPUT}"
                 raise SignatureError(found, f"{' or '.join(SWITCH_OPS)}, and a constant from 1 to {_MAX_LENGTH - 1}")
-            lengths.add(int(constant.item()))  # pyright: ignore[reportOptionalMemberAccess]
+            lengths.add(length)
         return LengthSwitches(tuple(sorted(lengths)))
 
     def __bool__(self) -> bool:
@@ -88,6 +88,9 @@ class LengthSwitches:
         return self.max_length(self.side(length)) or _MAX_LENGTH
 
 
-def _is_length(constant: np.ndarray | None) -> bool:
-    is_integer = constant is not None and constant.size == 1 and constant.dtype.kind == "i"
-    return is_integer and 0 < int(constant.item()) < _MAX_LENGTH  # pyright: ignore[reportOptionalMemberAccess]
+def _length(constant: np.ndarray | None) -> int | None:
+    """Returns the integer in a constant of one element, if it can be a number of tokens; else None."""
+    if constant is None or constant.size != 1 or constant.dtype.kind != "i":
+        return None
+    length = int(constant.item())
+    return length if 0 < length < _MAX_LENGTH else None

@@ -47,7 +47,8 @@ class DecoderSignature:
     pools by an index; its pasts are then pools and its presents the new ones. fused_kv_pools: whether each of these
     pools has the keys of all heads and, after them, the values. selects_logits: whether it computes the logits of
     chosen tokens alone, [rows, k, vocab]. vocab_size: the last axis of the logits. single_row: whether the graph
-    declares one row. length_switches: the total lengths past which keys are computed otherwise. extra_inputs: the other inputs, which a task feeds (the outputs of an encoder).
+    declares one row. length_switches: the total lengths past which keys are computed otherwise. extra_inputs: the other
+    inputs, which a task feeds (the outputs of an encoder).
     """
 
     token_input: str

@@ -99,9 +99,7 @@ class CacheSession(DecoderSession):
         run = self._pooled_step if self.decoder.signature.uses_pools else self._past_present_step
         return run(tokens, new, positions, side)
 
-    def _pooled_step(
-        self, tokens: mx.array, counts: np.ndarray, positions: mx.array | None, side: int
-    ) -> mx.array:
+    def _pooled_step(self, tokens: mx.array, counts: np.ndarray, positions: mx.array | None, side: int) -> mx.array:
         seq, lengths = tokens.shape[1], mx.array(self.lengths)
         token_positions = mx.array(_token_positions(self.lengths, counts, seq))
         columns = self._step_columns(int((self.lengths + counts).max()), seq)

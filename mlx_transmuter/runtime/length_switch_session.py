@@ -133,7 +133,7 @@ class LengthSwitchSession(CacheSession):
         return super().verify_draft(tokens, ancestor_mask, depths)
 
     def _prepare_draft(self, depths: np.ndarray) -> None:
-        sides = self._next_sides(self.lengths + 1, (depths >= 0).any(axis=1))
+        sides = self._next_sides(self.lengths + 1, depths.max(axis=1) >= 0)
         self._reserve_draft(depths, self._restart_lengths(sides))
         self._change_sides(sides)
 
@@ -147,10 +147,10 @@ class LengthSwitchSession(CacheSession):
         side: int = 0,
     ) -> mx.array:
         def run(side: int, members: np.ndarray) -> mx.array:
-            masked = [np.where(members[:, None], values, -1).astype(np.int32) for values in (positions, slots)]
-            return super(LengthSwitchSession, self)._run_draft(tokens, ancestor_mask, *masked, columns, side)
+            places, targets = (np.where(members[:, None], x, -1).astype(np.int32) for x in (positions, slots))
+            return super(LengthSwitchSession, self)._run_draft(tokens, ancestor_mask, places, targets, columns, side)
 
-        return run_by_side(self.sides, (positions >= 0).any(axis=1), run, self.evaluate)
+        return run_by_side(self.sides, positions.max(axis=1) >= 0, run, self.evaluate)
 
     def accept(self, accepted: Sequence[Sequence[int]]) -> None:
         """See CacheSession.accept."""

@@ -14,13 +14,13 @@ from mlx_transmuter.cache import CacheIndex, HybridIndex, QuantizedPool
 from mlx_transmuter.cache.layout import pool_size, spare_pool_row
 from mlx_transmuter.ops.indices import IntegerRange
 from mlx_transmuter.program import Program, Value
+from mlx_transmuter.program.length_switches import TOTAL_LENGTH_INPUT
 from mlx_transmuter.program.signature import (
     CACHE_INDEX_INPUT,
     HEAD_INDEX_INPUT,
     LOGIT_INDICES_INPUT,
     DecoderSignature,
 )
-from mlx_transmuter.program.length_switches import TOTAL_LENGTH_INPUT
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class StepInputs:
         if signature.mask_input and mask is not None:
             feed[signature.mask_input] = mask.astype(self.dtype(signature.mask_input))
         if signature.positions_input:
-            feed[signature.positions_input] = self._fit_positions(positions, *tokens.shape[:2], side)
+            rows, seq = tokens.shape[:2]
+            feed[signature.positions_input] = self._fit_positions(positions, rows, seq, side)
         if signature.selects_logits and logit_indices is not None:
             feed[LOGIT_INDICES_INPUT] = logit_indices
         return {**feed, **self.host_inputs(past_length, side), **past}
@@ -116,8 +117,8 @@ class StepInputs:
         return ranges
 
     def host_inputs(self, past_length: int, side: int = 0) -> dict[str, np.ndarray]:
-        """Returns the inputs that must be known on the host: whether there is a past, that no logits are cut off, and the
-        side of the length switches.
+        """Returns the inputs that must be known on the host: whether there is a past, that no logits are cut off, and a
+        length on the side of the length switches.
 
         A graph that gives the logits of the last n tokens gives those of all for n = 0.
         """

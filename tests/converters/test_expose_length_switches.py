@@ -98,9 +98,7 @@ def decoder(nodes, switch=SWITCH, cached=True) -> ModelProto:
     return model
 
 
-@pytest.mark.parametrize(
-    ("form", "cached"), [*((form, True) for form in FORMS), ("mask", False), ("positions", False)]
-)
+@pytest.mark.parametrize(("form", "cached"), [*((form, True) for form in FORMS), ("mask", False), ("positions", False)])
 def test_each_form_becomes_an_input_and_each_row_is_computed_as_if_alone(form, cached, tmp_path):
     """Two rows, of which one passes the switch some tokens before the other, against onnxruntime over their texts."""
     model = decoder(FORMS[form], cached=cached)
@@ -136,7 +134,10 @@ def test_the_graph_on_each_side_is_what_the_proof_compares_with(tmp_path):
     short, long = graphs_by_side(program)
     assert not short.constants["is_long"]
     assert long.constants["is_long"]
-    assert graphs_by_side(read_onnx(toy.write(tmp_path, toy.decoder()) / "model.onnx"))[0].input(TOTAL_LENGTH_INPUT) is None
+    assert (
+        graphs_by_side(read_onnx(toy.write(tmp_path, toy.decoder()) / "model.onnx"))[0].input(TOTAL_LENGTH_INPUT)
+        is None
+    )
 
 
 @pytest.mark.parametrize(

@@ -251,6 +251,13 @@ WANTED = {
         "lower_group_query_attention": 2,
         "gather_last_token_logits": 1,
     },
+    "phi3_longrope": {
+        "expose_length_switches": 1,
+        "make_embedding_layers": 1,
+        "make_linear_layers": 11,
+        "lower_group_query_attention": 2,
+        "gather_last_token_logits": 1,
+    },
 }
 # What the routers of mixtures have of their own: a softmax, and where experts are sorted, a sum by scatter.
 ROUTED = {name: {"Softmax-13"} for name in ("gpt_oss", "qwen3_moe", "mixtral", "olmoe_dynamo")}

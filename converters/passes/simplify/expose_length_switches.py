@@ -78,10 +78,10 @@ def _offset_from_total_length(graph: GraphView, probe: ShapeProbe, name: str) ->
     None for any other value.
     """
     values = [values.get(name) for values in probe.step_values]
-    if all(isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "if" for value in values):
-        pasts = [size.past if probe.signature.pairs else 0 for size in PROBE_SIZES]
-        lengths = [past + size.seq for past, size in zip(pasts, PROBE_SIZES, strict=True)]
-        offsets = {value.item() - length for value, length in zip(values, lengths, strict=True)}
+    numbers = [v.item() for v in values if isinstance(v, np.ndarray) and v.size == 1 and v.dtype.kind in "if"]
+    if len(numbers) == len(values):
+        lengths = [size.seq + (size.past if probe.signature.pairs else 0) for size in PROBE_SIZES]
+        offsets = {number - length for number, length in zip(numbers, lengths, strict=True)}
         return offsets.pop() if len(offsets) == 1 else None
     node = graph.producer(name)
     if node is None:
