@@ -79,6 +79,7 @@ def test_the_goldens_are_on_both_sides_and_cross(name, loaded):
     assert decoder.signature.length_switches == LengthSwitches((SWITCH,))
     assert decoder.signature.uses_pools
     assert isinstance(decoder.begin_session([64]), LengthSwitchSession)
+    assert decoder.max_positions == 128  # the rows of the long table: that of short rows ends none
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,6 +12,7 @@ from mlx_transmuter import ops
 from mlx_transmuter.cache import KVCache, PoolSpec
 from mlx_transmuter.ops.compiled_function import CompiledFunction
 from mlx_transmuter.program.attention_nodes import attention_windows
+from mlx_transmuter.program.length_switches import LengthSwitches
 from mlx_transmuter.program.metadata import Metadata
 from mlx_transmuter.program.run_plan import RunPlan
 from mlx_transmuter.program.signature import CacheMode, DecoderSignature
@@ -121,7 +122,8 @@ class Decoder:
 
     def next_switch(self, length: int) -> int:
         """Returns the most tokens that a row of `length` tokens can have before it passes a length switch."""
-        return NO_POSITION_LIMIT if self._fixed_side is not None else self.signature.length_switches.next_switch(length)
+        switches = self.signature.length_switches if self._fixed_side is None else LengthSwitches()
+        return switches.next_switch(length)
 
     @property
     def prompt_mode(self) -> str:

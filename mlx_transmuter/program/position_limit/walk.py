@@ -66,7 +66,7 @@ def _input_bounds(program: Program, signature: DecoderSignature) -> dict[str, Bo
     if signature.mask_input and ranks[signature.mask_input] in (2, None):
         inputs[signature.mask_input] = Bounds(ZERO, ONE, (None, ROW))
     if signature.length_switches:
-        inputs[TOTAL_LENGTH_INPUT] = Bounds(ROW, ROW, ())
+        inputs[TOTAL_LENGTH_INPUT] = Bounds.from_elements([ROW], scalar=True)
     if signature.uses_pools:
         return inputs
     # GroupQueryAttention writes into a buffer, which is longer than the past.
