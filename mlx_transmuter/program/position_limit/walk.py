@@ -124,6 +124,8 @@ class _Walk:
     def _table_name(self, name: str) -> str:
         """Returns the weight, layer or constant that a table is made of, or the table's own name."""
         while (producer := self._producers.get(name)) is not None and producer.inputs and producer.inputs[0]:
+            if producer.op_type == "If":
+                break
             name = producer.inputs[0]
         return name
 
