@@ -221,6 +221,7 @@ class CacheSession(DecoderSession):
 
     def _check_packed_prompts(self, prompts: Sequence[Sequence[int]], seq: int) -> np.ndarray:
         """Returns the lengths of the prompts int32 [rows]."""
+        self._check_tokens(np.concatenate([np.asarray(prompt, np.int64) for prompt in prompts]))
         counts, max_step_tokens = np.array([len(prompt) for prompt in prompts], np.int32), self.max_step_tokens
         if not self.decoder.supports_packed_prefill:
             found, do = "a packed prefill for a graph whose attention isn't over pools", "run plain steps"

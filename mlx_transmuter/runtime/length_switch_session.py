@@ -63,6 +63,7 @@ class LengthSwitchSession(CacheSession):
 
     def step(self, tokens: Any, counts: Sequence[int], positions: Any = None) -> mx.array:
         """See DecoderSession.step."""
+        tokens = mx.array(self._check_tokens(tokens))
         new = self._check_counts(tokens, counts)
         sides = self._next_sides(np.maximum(self.lengths + new, self._expected_lengths), new > 0)
         self._reserve(new, restart_lengths=self._restart_lengths(sides))
