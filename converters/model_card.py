@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_transmuter.errors import printable_text
 from mlx_transmuter.program import Program
 from mlx_transmuter.program.length_switches import LengthSwitches
 from mlx_transmuter.program.metadata import Cast, FloatActivations, Metadata, QuantizationSummary, RewriteSummary
@@ -60,9 +61,9 @@ def _front_lines(metadata: Metadata, config: dict[str, Any]) -> list[str]:
         "- onnx",
         "---",
         "",
-        f"# {base_model or config.get('model_type') or 'A decoder'} for MLX",
+        f"# {printable_text(base_model or config.get('model_type') or 'A decoder')} for MLX",
         "",
-        f"Converted from `{source.file}` by mlx-transmuter. Run it with",
+        f"Converted from `{printable_text(source.file)}` by mlx-transmuter. Run it with",
         "",
         "```",
         "mlx-transmuter generate --model <this folder> --prompt …",
@@ -130,5 +131,5 @@ def _quantization_lines(record: QuantizationSummary) -> list[str]:
         f"On the same prompts that moves the logits by up to {record.error:.1e} of their range, and the next "
         f"token's distribution by {record.divergence:.1e} nats (Kullback-Leibler).",
         "",
-        *(f"- `{layer}` stays as it is: {reason};" for layer, reason in record.unquantized.items()),
+        *(f"- `{printable_text(layer)}` stays as it is: {printable_text(reason)};" for layer, reason in record.unquantized.items()),
     ]

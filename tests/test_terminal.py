@@ -350,3 +350,49 @@ def test_a_request_to_end_is_exit_code_143(folder):
     child.send_signal(signal.SIGTERM)
     assert child.communicate() == ("", "")
     assert child.returncode == 143
+
+
+# Generated text on a terminal.
+
+HOSTILE_TEXT = "a\tb\n\x1b]0;title\x07\x1b[2J\x9b31m\rover\x08\u202eevil\u2066\u2028é\u200d\U0001f600"
+ESCAPED_TEXT = (
+    "a\tb\r\n\\x1b]0;title\\x07\\x1b[2J\\x9b31m\\rover\\x08\\u202eevil\\u2066\\u2028é\u200d\U0001f600"
+)
+
+# generate and chat in a child whose model writes that, each character a piece of its own.
+HOSTILE_MODEL = """
+import sys
+from mlx_transmuter.cli import main
+from mlx_transmuter.tasks import text
+
+def stream(self, prompt, *, seed):
+    for character in eval(sys.argv[1]):
+        yield text.Piece(character)
+
+text.TextGeneration.stream = stream
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("command", [["generate", "-p", "Hi", "--verbose", "False"], ["chat"]])
+def test_control_characters_are_escaped_on_a_terminal(folder, command):
+    args = [sys.executable, "-c", HOSTILE_MODEL, ascii(HOSTILE_TEXT), *command, "--model", str(folder)]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, args, {**os.environ, "TERM": "dumb"})
+    shown = b""
+    if command == ["chat"]:
+        shown += read_until(terminal, b"> ")
+        os.write(terminal, b"Hi\r")
+        shown += read_until(terminal, b"> ")
+        os.write(terminal, b"/exit\r")
+    shown += read_until(terminal, b"nothing")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert ESCAPED_TEXT.encode() in shown
+
+
+@pytest.mark.parametrize("command", [["generate", "-p", "Hi", "--verbose", "False"], ["chat"]])
+def test_into_a_pipe_goes_the_text_as_it_is(folder, command):
+    args = [sys.executable, "-c", HOSTILE_MODEL, ascii(HOSTILE_TEXT), *command, "--model", str(folder)]
+    result = subprocess.run(args, input=b"Hi\n", capture_output=True, check=True)
+    assert result.stdout.startswith(HOSTILE_TEXT.encode() + b"\n")

@@ -11,6 +11,7 @@ import sys
 from mlx_transmuter.cli.generation_settings import kv_settings, text_generation
 from mlx_transmuter.cli.model_loading import load_model, model_label, open_prompt_cache
 from mlx_transmuter.cli.prompts import system_messages
+from mlx_transmuter.cli.terminal import print_text
 from mlx_transmuter.errors import question_of_closest, shorten
 from mlx_transmuter.generation import GenerationError, PromptCache
 from mlx_transmuter.model import Model
@@ -106,12 +107,12 @@ def _has_input() -> bool:
 def _print_answer(
     generation: TextGeneration, messages: list[dict[str, str]], seed: int | None, printed_notices: set[str]
 ) -> str:
-    """Prints the answer as it comes, and returns what was printed; Ctrl-C ends it. Its notice follows, once a chat."""
+    """Prints the answer as it comes, and returns the text; Ctrl-C ends it. Its notice follows, once a chat."""
     answer, notice = "", None
     pieces = generation.stream(messages, seed=seed)
     try:
         for piece in pieces:
-            print(piece, end="", flush=True)
+            print_text(piece, end="")
             answer += piece
             notice = piece.notice
     except KeyboardInterrupt:

@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_transmuter import api
 from mlx_transmuter.cli.inspect import describe_plan, describe_proof
+from mlx_transmuter.cli.terminal import print_text
 from mlx_transmuter.model import load_module
 from mlx_transmuter.notices import print_notice
 from mlx_transmuter.precision_options import PrecisionError, Quantization
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     program = load_module(out).program  # its weights are not read
     if proof := Metadata(program.metadata).proof:
         print_notice(f"proved: {describe_proof(proof)}; cache mode {describe_plan(program)}")
-    print(out)
+    print_text(str(out))
     return 0
 
 

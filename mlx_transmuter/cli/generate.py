@@ -7,6 +7,7 @@ import argparse
 from mlx_transmuter.cli.generation_settings import text_generation
 from mlx_transmuter.cli.model_loading import load_model, open_prompt_cache
 from mlx_transmuter.cli.prompts import as_chat, read_prompt
+from mlx_transmuter.cli.terminal import print_text
 from mlx_transmuter.notices import print_notice
 
 
@@ -21,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
         print("=" * 10)
     last = None
     for last in pieces:
-        print(last, end="", flush=True)
+        print_text(last, end="")
     print()
     if last is not None and last.notice:
         print_notice(last.notice)
