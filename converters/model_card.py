@@ -131,5 +131,8 @@ def _quantization_lines(record: QuantizationSummary) -> list[str]:
         f"On the same prompts that moves the logits by up to {record.error:.1e} of their range, and the next "
         f"token's distribution by {record.divergence:.1e} nats (Kullback-Leibler).",
         "",
-        *(f"- `{printable_text(layer)}` stays as it is: {printable_text(reason)};" for layer, reason in record.unquantized.items()),
+        *(
+            f"- `{printable_text(layer)}` stays as it is: {printable_text(reason)};"
+            for layer, reason in record.unquantized.items()
+        ),
     ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,20 @@ from mlx_transmuter.converters.passes import find_length_switches
 from mlx_transmuter.converters.passes.moe.traced_experts import restore_traced_experts
 from mlx_transmuter.converters.proof import proof
 from mlx_transmuter.converters.stages import enter_stage
-from mlx_transmuter.folder_format import CHAT_TEMPLATE_FOLDER, COMPANION_FILES, read_json_object
-from mlx_transmuter.git_lfs import check_not_lfs_pointer
+from mlx_transmuter.folder_format import (
+    CHAT_TEMPLATE_FOLDER,
+    COMPANION_FILES,
+    FolderError,
+    check_link,
+    copy_companion,
+)
+from mlx_transmuter.limited_files import read_json_object
 from mlx_transmuter.program import Program
 from mlx_transmuter.program.position_limit import find_position_limit
 from mlx_transmuter.program.signature import DecoderSignature
 from mlx_transmuter.program.token_tables import check_token_tables
 from mlx_transmuter.runtime.program_walk import MAX_VALUE_BYTES
-from mlx_transmuter.tokenizer import Tokenizer
+from mlx_transmuter.tokenizer import Tokenizer, TokenizerError
 
 # What the configurations call the tokens of a row that a model was trained for.
 _TRAINED_LENGTH_KEYS = (
@@ -82,10 +89,11 @@ def read_source_graph(source: Path, path: Path, folder: Path, *, progress: bool 
     configuration; SignatureError for a graph that is no decoder, or one with a table that has no row for some token.
     """
     enter_stage("reading the file")
+    check_link(path, source)
     origins = copy_companions(source, path, folder)
     # The generation settings are only read to know that they can be.
     config, genai, _ = (
-        read_json_object(origins.get(name, path / "none"))
+        read_json_object(origins.get(name, path / "none"), FolderError)
         for name in ("config.json", "genai_config.json", "generation_config.json")
     )
     graph = apply_genai_names(read_onnx(path, progress=progress), genai)
@@ -101,7 +109,7 @@ def read_source_graph(source: Path, path: Path, folder: Path, *, progress: bool 
         )
     _check_device_types(graph, path)
     check_token_tables(graph, signature)
-    _check_tokenizer_vocabulary(folder, signature.vocab_size, path)
+    _check_tokenizer_vocabulary(folder, signature.vocab_size, path, origins)
     trained_length = _configured_length(config, genai)
     graph.metadata["trained_length"] = trained_length  # the proof's decoders read it too
     return SourceGraph(path, graph, config, trained_length)
@@ -111,19 +119,19 @@ def copy_companions(source: Path, path: Path, folder: Path) -> dict[str, Path]:
     """Copies what a converted folder has of its source: configuration, tokenizer and templates, nothing that holds
     code.
 
-    A file beside the graph comes before one at the source's root. Returns where each file came from. Raises
-    ConvertError for a pointer of Git LFS.
+    A file beside the graph comes before one at the source's root. Returns where each file came from. Raises FolderError
+    as `copy_companion` does.
     """
     origins: dict[str, Path] = {}
     for place in (source, path.parent):
         for name in COMPANION_FILES:
-            if (place / name).is_file():
-                check_not_lfs_pointer(place / name, ConvertError)
-                shutil.copyfile(place / name, folder / name)
+            if os.path.lexists(place / name):
+                copy_companion(place / name, source, folder / name)
                 origins[name] = place / name
         for template in (place / CHAT_TEMPLATE_FOLDER).glob("*.jinja"):
             (folder / CHAT_TEMPLATE_FOLDER).mkdir(exist_ok=True)
-            shutil.copyfile(template, folder / CHAT_TEMPLATE_FOLDER / template.name)
+            copy_companion(template, source, folder / CHAT_TEMPLATE_FOLDER / template.name)
+            origins[template.name] = template
     return origins
 
 
@@ -140,8 +148,13 @@ def _check_device_types(graph: Program, path: Path) -> None:
             raise ConvertError(path, f"{label} of {count} bytes", f"at most {MAX_VALUE_BYTES}, half of the memory here")
 
 
-def _check_tokenizer_vocabulary(folder: Path, vocab: int, path: Path) -> None:
-    tokenizer = Tokenizer.from_folder(folder)
+def _check_tokenizer_vocabulary(folder: Path, vocab: int, path: Path, origins: Mapping[str, Path]) -> None:
+    """Raises ConvertError for a tokenizer of more tokens than the graph has, TokenizerError for a broken one."""
+    try:
+        tokenizer = Tokenizer.from_folder(folder)
+    except TokenizerError as error:  # of a copy, which no user knows
+        where = origins.get(Path(error.where).name, error.where)
+        raise TokenizerError(error.found, where=where, expected=error.expected, do=error.do) from error
     if tokenizer is not None and tokenizer.vocab_size > vocab:
         raise ConvertError(
             path, f"a vocabulary of {vocab} tokens and a tokenizer with {tokenizer.vocab_size}",

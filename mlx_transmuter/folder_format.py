@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
+import shutil
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from mlx_transmuter.errors import TransmuterError
-from mlx_transmuter.git_lfs import check_not_lfs_pointer
+from mlx_transmuter.limited_files import MAX_JSON_BYTES, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES, check_file
 
 PROGRAM_FILE = "program.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -71,15 +70,16 @@ def check_link(path: Path, folder: Path) -> None:
         )
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The object of a JSON file, {} where there is no such file. Raises FolderError for anything else."""
-    if not path.is_file():
-        return {}
-    check_not_lfs_pointer(path, FolderError)
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise FolderError(path, f"no JSON ({error})", "a JSON object", "download the file again") from None
-    if not isinstance(value, dict):
-        raise FolderError(path, f"a {type(value).__name__}", "a JSON object", "download the file again")
-    return value
+def copy_companion(path: Path, source: Path, place: Path) -> None:
+    """Copies a companion of the source folder to `place`. Raises FolderError for a link out of the source, for what is
+    no regular file, is too large for its kind, or is a pointer of Git LFS."""
+    check_link(path, source)
+    check_file(path, _most_bytes(path.name), FolderError)
+    shutil.copyfile(path, place)
+
+
+def _most_bytes(name: str) -> int:
+    if name.endswith(".jinja"):
+        return MAX_TEMPLATE_BYTES
+    is_table = name in ("tokenizer.json", "vocab.json") or not name.endswith(".json")
+    return MAX_TOKENIZER_BYTES if is_table else MAX_JSON_BYTES

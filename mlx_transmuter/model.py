@@ -8,7 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_transmuter.folder_format import PROGRAM_FILE, read_json_object
+from mlx_transmuter.folder_format import PROGRAM_FILE, FolderError
+from mlx_transmuter.limited_files import read_json_object
 from mlx_transmuter.program import ProgramError, load_program, weights
 from mlx_transmuter.program.run_plan import RunPlan
 from mlx_transmuter.program.signature import CacheMode, DecoderSignature
@@ -70,7 +71,7 @@ def load_folder(folder: Path) -> Model:
     notice_large_model(sum(array.nbytes for array in arrays.values()))
     return Model(
         decoder=decoder,
-        config=read_json_object(folder / "config.json"),
+        config=read_json_object(folder / "config.json", FolderError),
         generation_config=read_generation_config(folder),
         tokenizer=Tokenizer.from_folder(folder),
         folder=folder,
@@ -92,8 +93,11 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     which held them in the past; as transformers' GenerationConfig.from_model_config, this takes its ids and lengths.
     """
     if (folder / "generation_config.json").is_file():
-        return read_json_object(folder / "generation_config.json")
-    genai, config = read_json_object(folder / "genai_config.json"), read_json_object(folder / "config.json")
+        return read_json_object(folder / "generation_config.json", FolderError)
+    genai, config = (
+        read_json_object(folder / "genai_config.json", FolderError),
+        read_json_object(folder / "config.json", FolderError),
+    )
     model, search = (genai.get(part) if isinstance(genai.get(part), dict) else {} for part in ("model", "search"))
     found = {name: config[name] for name in (*_TOKEN_ID_KEYS, *_LEGACY_GENERATION_KEYS) if config.get(name) is not None}
     found |= {name: model[name] for name in _TOKEN_ID_KEYS if model.get(name) is not None}  # type: ignore[index,union-attr]

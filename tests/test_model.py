@@ -8,7 +8,8 @@ import shutil
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_transmuter.folder_format import FolderError, read_json_object
+from mlx_transmuter.folder_format import FolderError
+from mlx_transmuter.limited_files import read_json_object
 from mlx_transmuter.model import load_folder, read_generation_config
 from mlx_transmuter.program import ProgramError
 
@@ -104,4 +105,4 @@ def test_settings_are_those_of_the_first_file_that_has_them(tmp_path):
 
 
 def test_a_missing_file_is_an_empty_object(tmp_path):
-    assert read_json_object(tmp_path / "nothing.json") == {}
+    assert read_json_object(tmp_path / "nothing.json", FolderError) == {}

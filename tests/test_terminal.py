@@ -355,9 +355,7 @@ def test_a_request_to_end_is_exit_code_143(folder):
 # Generated text on a terminal.
 
 HOSTILE_TEXT = "a\tb\n\x1b]0;title\x07\x1b[2J\x9b31m\rover\x08\u202eevil\u2066\u2028é\u200d\U0001f600"
-ESCAPED_TEXT = (
-    "a\tb\r\n\\x1b]0;title\\x07\\x1b[2J\\x9b31m\\rover\\x08\\u202eevil\\u2066\\u2028é\u200d\U0001f600"
-)
+ESCAPED_TEXT = "a\tb\r\n\\x1b]0;title\\x07\\x1b[2J\\x9b31m\\rover\\x08\\u202eevil\\u2066\\u2028é\u200d\U0001f600"
 
 # generate and chat in a child whose model writes that, each character a piece of its own.
 HOSTILE_MODEL = """

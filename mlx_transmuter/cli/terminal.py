@@ -1,4 +1,4 @@
-"""Text of models and files on stdout: into a pipe as it is, on a terminal so that it cannot change what stands there."""
+"""Text of models and files on stdout: into a pipe as it is, on a terminal without what could change its screen."""
 
 from __future__ import annotations
 

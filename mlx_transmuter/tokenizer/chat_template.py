@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_transmuter.errors import first_line, shorten
+from mlx_transmuter.limited_files import MAX_TEMPLATE_BYTES, decode_utf8, read_json_object, read_limited
 from mlx_transmuter.tokenizer.errors import TokenizerError
-from mlx_transmuter.tokenizer.files import MAX_TEMPLATE_BYTES, decode_utf8, read_json_object, read_limited
 
 
 class ChatTemplates:
@@ -56,7 +56,8 @@ class ChatTemplates:
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Chat templates by name. Files win over the text inside tokenizer_config.json, as in transformers."""
     templates: dict[str, str] = {}
-    inside = read_json_object(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    config = {**config, **read_json_object(folder / "chat_template.json", TokenizerError)}
+    inside = config.get("chat_template")
     if isinstance(inside, str):
         templates["default"] = inside
     elif isinstance(inside, dict):
@@ -73,6 +74,7 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     files = {"default": folder / "chat_template.jinja"}
     files.update({file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))})
     for name, file in files.items():
-        if file.is_file():
-            templates[name] = decode_utf8(read_limited(file, MAX_TEMPLATE_BYTES), file)
+        if file.exists():
+            data = read_limited(file, MAX_TEMPLATE_BYTES, TokenizerError)
+            templates[name] = decode_utf8(data, file, TokenizerError)
     return templates

@@ -11,12 +11,12 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from mlx_transmuter.errors import shorten
+from mlx_transmuter.limited_files import MAX_TOKENIZER_BYTES, read_json_object, read_limited
 from mlx_transmuter.path_arguments import as_path
 from mlx_transmuter.tokenizer.chat_template import ChatTemplates, read_templates
 from mlx_transmuter.tokenizer.components import normalizer_growth, set_byte_level_decoder
 from mlx_transmuter.tokenizer.detokenizer_stream import DetokenizerStream
 from mlx_transmuter.tokenizer.errors import TokenizerError, library_errors
-from mlx_transmuter.tokenizer.files import MAX_TOKENIZER_BYTES, read_json_object, read_limited
 from mlx_transmuter.tokenizer.tokenization_spaces import clean_up_spaces
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -75,19 +75,19 @@ class Tokenizer:
         """
         folder = as_path(folder, "folder", TokenizerError, "a folder")
         file = folder / "tokenizer.json"
-        if not file.is_file():
+        if not file.exists():
             return None
-        data = read_limited(file, MAX_TOKENIZER_BYTES)
+        data = read_limited(file, MAX_TOKENIZER_BYTES, TokenizerError)
         with library_errors(where=file, expected="a tokenizer of the tokenizers library"):
             backend = tokenizers.Tokenizer.from_buffer(data)
         config = {
-            **read_json_object(folder / "special_tokens_map.json"),
-            **read_json_object(folder / "tokenizer_config.json"),
+            **read_json_object(folder / "special_tokens_map.json", TokenizerError),
+            **read_json_object(folder / "tokenizer_config.json", TokenizerError),
         }
-        genai = read_json_object(folder / "genai_config.json").get("model")
+        genai = read_json_object(folder / "genai_config.json", TokenizerError).get("model")
         eos = [
             *_eos_ids(
-                read_json_object(folder / "generation_config.json").get("eos_token_id"),
+                read_json_object(folder / "generation_config.json", TokenizerError).get("eos_token_id"),
                 folder / "generation_config.json",
             ),
             *_eos_ids(genai.get("eos_token_id") if isinstance(genai, dict) else None, folder / "genai_config.json"),
