@@ -75,8 +75,8 @@ def shorten(value: object, most: int = 80) -> str:
     """The value as Python writes it, at most that many characters of it."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no int of more than some thousands of digits
-        return f"a {type(value).__name__} that is too long to write"
+    except Exception:  # an int of more than some thousands of digits, or an object whose __repr__ fails
+        return f"a {type(value).__name__} that cannot be written"
     return text if len(text) <= most else text[: most - 3] + "..."
 
 

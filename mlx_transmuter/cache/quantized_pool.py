@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_transmuter.cache.errors import CacheError
 from mlx_transmuter.cache.index import CacheIndex
 from mlx_transmuter.cache.layout import ceil_div
+from mlx_transmuter.errors import shorten
 
 KV_BITS, KV_GROUP_SIZES = (4, 8), (32, 64, 128)
 
@@ -18,7 +19,7 @@ def check_quantization(bits: Any, group_size: Any) -> None:
     """Raises CacheError unless keys and values can have that many bits (None: not quantized) in groups of that size."""
     bits_fit = bits is None or (isinstance(bits, int) and bits in KV_BITS)
     if not bits_fit or not isinstance(group_size, int) or group_size not in KV_GROUP_SIZES:
-        found = f"{bits!r} bits in groups of {group_size!r}"
+        found = f"{shorten(bits)} bits in groups of {shorten(group_size)}"
         raise CacheError("kv_bits, kv_group_size", found, "4 or 8 bits, or None, in groups of 32, 64 or 128")
 
 

@@ -129,7 +129,9 @@ def context(
     except CacheError as error:
         raise GenerationError(error.where, error.found, error.expected) from None
     if prefill_step_size is not None and (not is_integer(prefill_step_size) or prefill_step_size < 1):
-        raise GenerationError("prefill_step_size", repr(prefill_step_size), "an integer of at least 1")
+        raise GenerationError("prefill_step_size", shorten(prefill_step_size), "an integer of at least 1")
+    if not isinstance(given, (list, tuple)) or not all(isinstance(name, str) for name in given):
+        raise GenerationError("given", shorten(given), "a list of names")
     named = {"num_beams": num_beams, "max_new_tokens": max_new_tokens}
     options |= {name: value for name, value in named.items() if value is not None}
     config = dict(model.generation_config or {})

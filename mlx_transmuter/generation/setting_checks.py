@@ -16,6 +16,8 @@ from mlx_transmuter.generation.errors import GenerationError
 # Counts, lengths and token ids are int32 on a device, scores float32.
 MAX_INTEGER = 2**31 - 1
 MAX_NUMBER = float(np.finfo(np.float32).max)
+# More than any vocabulary has; a range of billions would never end.
+MAX_LIST_LENGTH = 2**24
 
 
 class InvalidSettingValue(Exception):
@@ -31,6 +33,11 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def is_one_of(value: Any, choices: Sequence[Any]) -> bool:
+    """Returns whether value equals one of the choices, as no array and no object does that may compare as it likes."""
+    return (value is None or isinstance(value, (numbers.Number, str, list, dict))) and value in choices
+
+
 def to_integers(name: str, values: Iterable[Any]) -> list[int]:
     """Returns the values as ints. Raises GenerationError, with `name` as its place, for any that is no whole number."""
     try:
@@ -40,7 +47,7 @@ def to_integers(name: str, values: Iterable[Any]) -> list[int]:
 
 
 def _is_sequence(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) <= MAX_LIST_LENGTH
 
 
 def _is_boolean(value: Any) -> bool:
@@ -117,7 +124,7 @@ def early_stopping(value: Any) -> bool | str:
 
 def draft_schedule(value: Any) -> str:
     """Takes the rule by which the number of draft tokens follows how many were accepted."""
-    if value not in ("constant", "heuristic", "heuristic_transient"):
+    if not is_one_of(value, ("constant", "heuristic", "heuristic_transient")):
         raise InvalidSettingValue("'constant', 'heuristic' or 'heuristic_transient'")
     return value
 

@@ -314,7 +314,7 @@ def resolve_settings(generation_config: Mapping[str, Any], options: Mapping[str,
     named_values = {**generation_config, **options}
     for name, value in named_values.items():
         setting = SETTINGS.get(name)
-        if setting and setting.status == "refused" and value not in setting.harmless_values:
+        if setting and setting.status == "refused" and not setting_checks.is_one_of(value, setting.harmless_values):
             harmless = " or ".join(repr(value) for value in setting.harmless_values)
             raise GenerationError(f"setting {name}", shorten(value), f"{harmless}: it is not supported", setting.note)
     sampling = _resolve_value("do_sample", named_values, sampling=False)

@@ -90,6 +90,27 @@ class Operator:
         if count < self.required_inputs or (count > len(self.input_names) and not self.is_variadic):
             raise OperatorError(f"{count} inputs", f"the inputs {', '.join(self.input_names)}", node=str(node))
 
+    def check_attributes(self, node: Node) -> None:
+        """Raises OperatorError for an attribute that the operator lacks, and for a size that is not positive.
+
+        MLX divides by sizes, which ends the process where one is 0. The default of the operator's own stays allowed.
+        """
+        if unknown := node.attrs.keys() - self.attribute_defaults.keys():
+            raise OperatorError(f"the attribute {', '.join(sorted(unknown))}", "an attribute that the operator has")
+        for name in POSITIVE_ATTRIBUTES & node.attrs.keys():
+            value = node.attrs[name]
+            sizes = value if isinstance(value, (list, tuple)) else [value]
+            if value != self.attribute_defaults[name] and not all(0 < size < 2**31 for size in sizes):
+                raise OperatorError(f"{name} {value}", "at least 1, and 31 bits")
+
+
+# Numbers of parts, sizes and steps: attributes of which a value below 1 means nothing.
+POSITIVE_ATTRIBUTES = frozenset(
+    {
+        *("num_heads", "q_num_heads", "kv_num_heads", "group", "groups", "num_outputs", "hidden_size"),
+        *("kernel_shape", "kernel_size", "strides", "dilations", "dilation", "block_size", "blocksize", "bits"),
+    }
+)
 
 OPERATORS: dict[str, Operator] = {}
 _OPSETS_BY_OP_TYPE: dict[str, list[int]] = {}

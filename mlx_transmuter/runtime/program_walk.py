@@ -81,9 +81,7 @@ class ProgramWalk:
         operator = ops.OPERATORS[node.op]
         try:
             operator.check_input_count(node)
-            if unknown := node.attrs.keys() - operator.attribute_defaults.keys():
-                found = f"the attribute {', '.join(sorted(unknown))}"
-                raise ops.OperatorError(found, "an attribute that the operator has")
+            operator.check_attributes(node)
             reads = list(node.all_inputs())
             is_input_independent = all(
                 name in self.input_independent_names or isinstance(self._value(name), np.ndarray) for name in reads

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -25,9 +25,12 @@ def custom_state_name(index: int) -> str:
 
 def check_processors(processors: Any) -> tuple[CustomProcessor, ...]:
     """Returns the pairs of functions. Raises GenerationError, which names the processor, for anything else."""
-    if not isinstance(processors, Iterable) or isinstance(processors, (str, bytes, Mapping)):
+    try:
+        entries = None if isinstance(processors, (str, bytes, Mapping)) else list(processors)
+    except (TypeError, MemoryError):
+        entries = None
+    if entries is None:
         raise GenerationError("processors", shorten(processors), f"a list, each entry {_PAIR}")
-    entries = list(processors)
     for index, entry in enumerate(entries):
         if not isinstance(entry, (tuple, list)) or len(entry) != 2 or not all(map(callable, entry)):
             raise GenerationError(f"processor {index}", shorten(entry), _PAIR)

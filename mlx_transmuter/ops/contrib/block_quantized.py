@@ -13,6 +13,7 @@ from mlx_transmuter.ops.functional.block_quantization import (
     unpack_bits,
 )
 from mlx_transmuter.ops.functional.indexing import index_array, take, wrap_indices
+from mlx_transmuter.ops.functional.kernels import quantized_matmul
 from mlx_transmuter.ops.indices import Indices
 from mlx_transmuter.ops.registry import OperatorError, op
 
@@ -58,7 +59,7 @@ def mat_mul_n_bits(
     if affine is not None:
         w, scale, biases, group = affine
         x = pad_columns(a, blocks * block_size - K)
-        product = mx.quantized_matmul(x, w, scale, biases, transpose=True, group_size=group, bits=bits).astype(a.dtype)
+        product = quantized_matmul(x, w, scale, biases, transpose=True, group_size=group, bits=bits).astype(a.dtype)
     else:
         product = a @ dequantize_blocks(packed, scales, zero_points, bits, column_blocks).astype(a.dtype).T
     return product if bias is None else product + bias

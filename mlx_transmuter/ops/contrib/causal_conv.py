@@ -8,6 +8,9 @@ from mlx_transmuter.ops.functional.causal_conv import depthwise_causal_conv
 from mlx_transmuter.ops.functional.indexing import element
 from mlx_transmuter.ops.registry import HostArray, OperatorError, op
 
+# The states of a window are pieces of a graph, one by one.
+MAX_STATE_WINDOW = 4096
+
 
 @op("com.microsoft.CausalConvWithState-1")
 def causal_conv_with_state(
@@ -60,6 +63,8 @@ def causal_conv_with_state(
     length = total - seq
     if not state_window:
         return shaped(y), shaped(history[:, total - length :])
+    if not 0 < state_window <= MAX_STATE_WINDOW:
+        raise OperatorError(f"state_window {state_window}", f"at most {MAX_STATE_WINDOW}")
     zeros = mx.zeros_like(history[:, :length])
     ends = range(total - state_window + 1, total + 1)
     states = [shaped(history[:, end - length : end] if end > length else zeros) for end in ends]

@@ -72,7 +72,9 @@ def m_rotary_embedding(
     follows the height, likewise from 2 on the width. The other arguments as in RotaryEmbedding. Wang et al. 2024;
     com.microsoft MRotaryEmbedding-1.
     """
-    half = sum(mrope_section)
+    half = cos_cache.shape[-1]
+    if min(mrope_section) < 0 or sum(mrope_section) != half:
+        raise OperatorError(f"mrope_section {mrope_section}", f"numbers that sum to the {half} angles of cos_cache")
     if mrope_layout:
         axis_of = [0] * half
         for axis in (1, 2):

@@ -4,6 +4,7 @@ import mlx.core as mx
 
 from mlx_transmuter.cache.layout import shared_arange
 from mlx_transmuter.ops.functional.indexing import index_array
+from mlx_transmuter.ops.functional.kernels import fused_attention
 from mlx_transmuter.ops.indices import Indices, IntegerRange
 from mlx_transmuter.ops.registry import OperatorError
 
@@ -65,7 +66,7 @@ def attend(
     if mask is not None:
         mask = _expand_to_4d(mask)
     sinks = None if sinks is None else sinks.astype(q.dtype)
-    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+    return fused_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
 
 
 def check_equal_lengths(k: mx.array, v: mx.array) -> None:

@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_transmuter.cache import QuantizedPool
 from mlx_transmuter.ops.functional.attention import cap_scores, finite_mask
 from mlx_transmuter.ops.functional.exponential import softmax_numerator_and_sum
+from mlx_transmuter.ops.functional.kernels import fused_attention
 from mlx_transmuter.ops.mlx.cache_masks import layer_index
 from mlx_transmuter.ops.mlx.quantized_pool_products import (
     MAX_TOKENS_WITHOUT_DEQUANTIZING,
@@ -56,7 +57,7 @@ def attend_over_pools(
     else:
         k, v = (seen.reshape(rows, kv, -1, seen.shape[2]) for seen in (k, v))
         q = q.reshape(rows, heads, seq, dim)
-        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+        out = fused_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
     if merge and seq > 1:
         out = out.reshape(rows, heads, seq, -1).swapaxes(1, 2)
     if merge:

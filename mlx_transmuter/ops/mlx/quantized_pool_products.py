@@ -6,6 +6,7 @@ keys and values are QuantizedPools whose rows an index read: uint32 [n, context,
 import mlx.core as mx
 
 from mlx_transmuter.cache import QuantizedPool
+from mlx_transmuter.ops.functional.kernels import quantized_matmul
 
 # In a step of more tokens, dequantizing pays: each key is used so often that MLX's fused attention, which never stores
 # the scores, is faster.
@@ -20,7 +21,7 @@ def quantized_scores(q: mx.array, keys: QuantizedPool) -> mx.array:
     if padding := scales.shape[-1] * quantized_format.group_size - quantized_format.dim:
         q = mx.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, padding)])
     group_size, bits = quantized_format.group_size, quantized_format.bits
-    scores = mx.quantized_matmul(q, words, scales, biases, transpose=True, group_size=group_size, bits=bits)
+    scores = quantized_matmul(q, words, scales, biases, transpose=True, group_size=group_size, bits=bits)
     return scores.astype(dtype)
 
 
@@ -29,5 +30,5 @@ def quantized_weighted_sum(weights: mx.array, values: QuantizedPool) -> mx.array
     quantized_format = values.format
     words, scales, biases = quantized_format.matmul_operands(values.rows)
     group_size, bits = quantized_format.group_size, quantized_format.bits
-    padded = mx.quantized_matmul(weights, words, scales, biases, transpose=False, group_size=group_size, bits=bits)
+    padded = quantized_matmul(weights, words, scales, biases, transpose=False, group_size=group_size, bits=bits)
     return padded[..., : quantized_format.dim].astype(weights.dtype)

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_transmuter.ops.functional.block_quantization import pad_columns
 from mlx_transmuter.ops.functional.indexing import AnyIndices, clip_indices, index_array, take
 from mlx_transmuter.ops.indices import Indices
-from mlx_transmuter.ops.registry import NNLayer, op
+from mlx_transmuter.ops.registry import NNLayer, OperatorError, op
 
 
 class SwitchLinear(nn.Module):
@@ -88,6 +88,7 @@ def expert_matmul(x: mx.array, weight: mx.array, experts: AnyIndices, bias: mx.a
 
     x: [..., 1, in]; experts: the expert of each row, int32, sorted if it has one axis.
     """
+    _check_experts(weight)
     experts = _clip_experts(experts, weight.shape[0])
     weight_indices, dtype = index_array(experts), mx.result_type(x, weight)
     # On the CPU gather_mm takes float32 only.
@@ -105,6 +106,7 @@ def quantized_expert_matmul(
 ) -> mx.array:
     """Returns what `expert_matmul` does, of quantized weights."""
     weight, scales, biases, group_size, bits, mode = quantized_weight
+    _check_experts(weight)
     experts = _clip_experts(experts, weight.shape[0])
     # On the CPU, from two rows per expert on, a product with dequantized weights is faster.
     if mx.default_device() == mx.cpu and experts.array.size > 2 * weight.shape[0]:
@@ -122,6 +124,12 @@ def quantized_expert_matmul(
         sorted_indices=experts.ndim == 1,
     )
     return _add_expert_bias(y, experts, bias)
+
+
+def _check_experts(weight: mx.array) -> None:
+    """Raises OperatorError for weights [experts, out, in] without elements, of which MLX's kernels divide by zero."""
+    if not weight.size:
+        raise OperatorError(f"weights of experts {list(weight.shape)}", "sizes of at least 1")
 
 
 def _clip_experts(experts: AnyIndices, count: int) -> Indices:

@@ -8,6 +8,7 @@ import numpy as np
 from mlx_transmuter.ops.functional.attention import attention_scores, cap_scores, check_equal_lengths, weighted_values
 from mlx_transmuter.ops.functional.heads import merge_heads, split_heads
 from mlx_transmuter.ops.functional.indexing import take_rows
+from mlx_transmuter.ops.functional.kernels import fused_attention
 from mlx_transmuter.ops.functional.rotary import rotate_pairs
 from mlx_transmuter.ops.indices import Indices
 from mlx_transmuter.ops.onnx.casting import saturating_cast
@@ -19,7 +20,7 @@ def _as_heads(x: mx.array, heads: int | None) -> mx.array:
     """Returns x [batch, tokens, heads * dim] as [batch, heads, tokens, dim]; an x of four axes as it is."""
     if x.ndim == 4:
         return x
-    if not heads:
+    if heads is None:
         raise OperatorError(
             f"x {list(x.shape)} without a number of heads", "q_num_heads and kv_num_heads beside 3 axes"
         )
@@ -81,7 +82,7 @@ def attention(
 
     scores = None
     if outputs <= 3 and not softcap:
-        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal" if is_plain_causal else mask)
+        y = fused_attention(q, k, v, scale=scale, mask="causal" if is_plain_causal else mask)
         if may_hide_all and mask is not None:
             y = mx.where(_fully_masked_queries(mask), mx.zeros((), y.dtype), y)
     else:

@@ -35,6 +35,8 @@ def convolve(
 
     The result is [batch, out, *space]. upsample: zeros between the elements of x, as its step; flip: w backwards.
     """
+    if not w.size:
+        raise OperatorError(f"kernels {list(w.shape)}", "sizes of at least 1")
     if x.ndim == 5 and groups > 1:
         # MLX has groups in one and two dimensions; in three each group is a convolution.
         parts = [

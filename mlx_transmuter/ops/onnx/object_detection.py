@@ -98,6 +98,10 @@ def _pool_samples(image: mx.array, rows, columns, height: int, width: int, mode:
     return mx.max(cells, axis=(2, 4)) if mode == "max" else mx.mean(cells, axis=(2, 4))
 
 
+# Each cell of each box is a piece of the graph.
+MAX_ROI_CELLS = 4096
+
+
 @op("MaxRoiPool-1")
 def max_roi_pool(x, rois: HostArray, *, pooled_shape, spatial_scale=1.0):
     """The largest element in each cell of each box, 0 of none: [boxes, channels, *pooled_shape]. ONNX MaxRoiPool-1, 22.
@@ -105,6 +109,10 @@ def max_roi_pool(x, rois: HostArray, *, pooled_shape, spatial_scale=1.0):
     x [batch, channels, h, w]; rois [boxes, 5] as image, x1, y1, x2, y2. Girshick 2015, Fast R-CNN.
     """
     height, width = pooled_shape
+    if min(height, width) < 1 or height * width > MAX_ROI_CELLS:
+        raise OperatorError(
+            f"pooled_shape {list(pooled_shape)}", f"sizes of at least 1, of {MAX_ROI_CELLS} cells in all"
+        )
     results = []
     for image, *box in rois.tolist():
         x1, y1, x2, y2 = (math.floor(v * spatial_scale + 0.5) for v in box)

@@ -3,7 +3,8 @@
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.ops.registry import HostArray, op
+from mlx_transmuter.ops.onnx.slicing import split_by_sizes
+from mlx_transmuter.ops.registry import HostArray, OperatorError, op
 
 
 @op("SequenceConstruct-11")
@@ -54,8 +55,12 @@ def split_to_sequence(x, split: HostArray = None, *, axis=0, keepdims=1):
     if split is None:
         parts = mx.split(x, size, axis=axis) if size else []
         return [part if keepdims else part.squeeze(axis) for part in parts]
-    ends = range(int(split.item()), size, int(split.item())) if split.ndim == 0 else np.cumsum(split)[:-1].tolist()
-    return list(mx.split(x, list(ends), axis=axis))
+    if split.ndim:
+        return list(split_by_sizes(x, split.tolist(), axis))
+    part = split.item()
+    if part < 1:
+        raise OperatorError(f"parts of {part}", "a size of at least 1")
+    return list(mx.split(x, list(range(min(part, size), size, part)), axis=axis))
 
 
 @op("ConcatFromSequence-11")

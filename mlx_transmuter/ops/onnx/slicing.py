@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 
+from mlx_transmuter.errors import shorten
 from mlx_transmuter.ops.functional.indexing import take
 from mlx_transmuter.ops.integer_ranges import range_of_inputs, same_range
 from mlx_transmuter.ops.registry import HostArray, OperatorError, op
@@ -14,16 +15,16 @@ def concat(*xs, axis):
     return mx.concatenate(list(xs), axis=axis)
 
 
-def _split_by_sizes(x: mx.array, sizes: list[int], axis: int) -> tuple[mx.array, ...]:
-    if sum(sizes) != x.shape[axis]:
-        raise OperatorError(f"parts of {sizes}", f"parts that sum to {x.shape[axis]}")
+def split_by_sizes(x: mx.array, sizes: list[int], axis: int) -> tuple[mx.array, ...]:
+    if min(sizes) < 0 or sum(sizes) != x.shape[axis]:
+        raise OperatorError(f"parts of {shorten(sizes)}", f"parts that sum to {x.shape[axis]}")
     return tuple(mx.split(x, np.cumsum(sizes)[:-1].tolist(), axis=axis))
 
 
 @op("Split-2", integer_range=same_range)
 def split_2(x, *, axis=0, split=None, outputs):
     """x in parts of the sizes `split` along `axis`, or in equal parts. ONNX Split-2, 11."""
-    return _split_by_sizes(x, split or [x.shape[axis] // outputs] * outputs, axis)
+    return split_by_sizes(x, split or [x.shape[axis] // outputs] * outputs, axis)
 
 
 @op("Split-13", integer_range=same_range)
@@ -39,10 +40,12 @@ def split_18(x, split: HostArray = None, *, axis=0, num_outputs=None, outputs):
     ONNX Split-18.
     """
     if split is not None:
-        return _split_by_sizes(x, split.tolist(), axis)
-    count, length = num_outputs or outputs, x.shape[axis]
+        return split_by_sizes(x, split.tolist(), axis)
+    count, length = outputs if num_outputs is None else num_outputs, x.shape[axis]
+    if count > max(length, outputs):
+        raise OperatorError(f"num_outputs {count}", f"at most {max(length, outputs)}")
     part = -(-length // count)
-    return _split_by_sizes(x, [max(min(part, length - i * part), 0) for i in range(count)], axis)
+    return split_by_sizes(x, [max(min(part, length - i * part), 0) for i in range(count)], axis)
 
 
 @op("Slice-10", integer_range=same_range)
