@@ -13,8 +13,6 @@ from mlx_transmuter.generation.settings import SETTINGS
 
 
 class NoEquality:
-    __hash__ = None
-
     def __eq__(self, other):
         raise RuntimeError("compares with nothing")
 
