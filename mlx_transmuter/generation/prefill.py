@@ -17,19 +17,18 @@ def prefill_in_chunks(
     step: Callable[[np.ndarray, list[int]], mx.array],
     sequences: Mapping[int, Sequence[int]],
     batch: Batch,
-    prompt_mode: str = "chunks",
 ) -> mx.array | None:
     """Returns the logits [rows, vocab] after the tokens sequences[r] of some rows; None if the batch was cancelled.
 
-    step: runs tokens int32 [rows, n], of which row r has counts[r], and returns the logits. prompt_mode: see
-    prefill_chunks. Of the logits only those of a row's last token are kept, from the chunk that has it.
+    step: runs tokens int32 [rows, n], of which row r has counts[r], and returns the logits. Of the logits only those of
+    a row's last token are kept, from the chunk that has it.
     """
     rows = range(batch.row_count)
     start, last = 0, None
     longest, max_chunk = max(map(len, sequences.values())), max_chunk_tokens(session, batch)
-    lengths = session.lengths.tolist()
+    lengths, decoder = session.lengths.tolist(), session.decoder
     session.announce_prompts([lengths[row] + len(sequences.get(row, ())) for row in rows], max_chunk)
-    for size in prefill_chunks(longest, max_chunk, prompt_mode):
+    for size in prefill_chunks(longest, max_chunk, decoder.prompt_mode, padded=decoder.pads_last_chunk):
         if batch.cancelled:
             return None
         tokens = np.zeros((len(rows), size), np.int32)

@@ -91,8 +91,7 @@ class RowGroup:
             last = prefill_packed(self.session, prompts, packed_rows, self.batch)
             self.lengths = [len(prompts.get(row, ())) for row in self.all_rows]
         else:
-            prompt_mode = self.batch.compiled.decoder.prompt_mode
-            last = prefill_in_chunks(self.session, self.step, prompts, self.batch, prompt_mode)
+            last = prefill_in_chunks(self.session, self.step, prompts, self.batch)
         release_buffers()
         if last is None or self.rows_per_prompt == 1:
             return last

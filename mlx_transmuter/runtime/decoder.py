@@ -131,6 +131,13 @@ class Decoder:
         return self.plan.prompt_mode
 
     @property
+    def pads_last_chunk(self) -> bool:
+        """Whether the last tokens of a prompt run in one step with padding: on a GPU, where a step of few tokens takes
+        as long as reading the weights does. A graph with states takes no padding at the end of a prompt.
+        """
+        return mx.default_device() != mx.cpu and self.supports_drafts
+
+    @property
     def compilations(self) -> int:
         """How many steps were compiled."""
         return len(self._compiled_steps)

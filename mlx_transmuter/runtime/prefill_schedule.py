@@ -9,6 +9,8 @@ import mlx.core as mx
 
 # The most tokens of a packed prefill row, where each token is weighed against every other.
 MAX_PACKED_TOKENS = 512
+# The most tokens of a step that takes about as long as reading the weights does, so that padding costs nothing.
+MAX_PADDED_CHUNK = 256
 
 
 class PackedPrefillRow(NamedTuple):
@@ -27,18 +29,24 @@ def default_prefill_step_size() -> int:
     return 128 if mx.default_device() == mx.cpu else 2048
 
 
-def prefill_chunks(length: int, max_chunk: int | None = None, prompt_mode: str = "chunks") -> list[int]:
+def prefill_chunks(
+    length: int, max_chunk: int | None = None, prompt_mode: str = "chunks", *, padded: bool = False
+) -> list[int]:
     """Returns the lengths of the steps of a prompt of `length` tokens: powers of two, the largest first, none above
     max_chunk (45: 32, 8, 4, 1).
 
     prompt_mode: what the decoder takes (see RunPlan): "chunks", the prompt at once ("whole"), or one token at a time
-    ("token by token").
+    ("token by token"). padded: whether the last chunk may have padding, so that MAX_PADDED_CHUNK tokens and fewer are
+    one (45: 64).
     """
     if prompt_mode != "chunks":
         return [length] if prompt_mode == "whole" else [1] * length
     chunks: list[int] = []
-    while length:
-        chunk = 1 << (min(length, max_chunk or length).bit_length() - 1)
+    while length > 0:
+        most = min(length, max_chunk or length)
+        chunk = 1 << (most.bit_length() - 1)
+        if padded and length <= MAX_PADDED_CHUNK and chunk < length and 2 * chunk <= (max_chunk or 2 * chunk):
+            chunk *= 2
         chunks.append(chunk)
         length -= chunk
     return chunks
