@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-quick test-gpu test-transformers lint clean
+.PHONY: demo test test-quick test-gpu metal-check test-transformers lint clean
 
 demo: $(VENV)/.base
 	$(RUN) -m mlx_transmuter generate
@@ -19,6 +19,10 @@ test-quick: $(VENV)/.test
 # The reference tokens and logits on the GPU of a Mac, with compiled steps.
 test-gpu: $(VENV)/.test
 	MLX_TRANSMUTER_TEST_DEVICE=gpu $(RUN) -m pytest tests/test_goldens.py tests/test_old_folders.py
+
+# The same, the tests of copies and a benchmark on that GPU: prints one page to paste into a report.
+metal-check: $(VENV)/.test
+	$(RUN) scripts/metal_check.py
 
 # The tests that compare with transformers itself; they are skipped where it is not installed.
 test-transformers: $(VENV)/.fixtures
