@@ -111,6 +111,8 @@ def read_source_graph(source: Path, path: Path, folder: Path, *, progress: bool 
     check_token_tables(graph, signature)
     _check_tokenizer_vocabulary(folder, signature.vocab_size, path, origins)
     trained_length = _configured_length(config, genai)
+    if (short := _short_longrope_length(config)) and not find_length_switches(graph):
+        trained_length = min(short, trained_length or short)
     graph.metadata["trained_length"] = trained_length  # the proof's decoders read it too
     return SourceGraph(path, graph, config, trained_length)
 
@@ -174,3 +176,16 @@ def _configured_length(config: dict[str, Any], genai: dict[str, Any]) -> int | N
             if isinstance(section.get(name), int) and section[name] > proof.DECODE_STEPS:
                 return section[name]
     return None
+
+
+def _short_longrope_length(config: dict[str, Any]) -> int | None:
+    """Returns up to how many tokens a model with longrope rotates by its short factors; None for another model.
+
+    An exporter that traces the model writes these factors alone: longer rows are then not as in transformers.
+    """
+    scaling = config.get("rope_scaling")
+    if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type")) not in ("longrope", "su"):
+        return None
+    name = "original_max_position_embeddings"
+    length = config.get(name, scaling.get(name))
+    return length if isinstance(length, int) and length > proof.DECODE_STEPS else None

@@ -87,9 +87,8 @@ class RowSlots:
         again = np.zeros_like(counts) if restart_lengths is None else restart_lengths
         row_counts = list(zip(self._sequences, counts.tolist(), again.tolist(), strict=True))
         appends = {row: count for row, count, length in row_counts if row is not None and count and not length}
-        restarts = {
-            row: self._max_slots(length + count) for row, count, length in row_counts if row is not None and length
-        }
+        lengths = {row: length + count for row, count, length in row_counts if row is not None and length}
+        restarts = {row: self._max_slots(length) for row, length in lengths.items()}
         self.kv_cache.reserve(list(appends), list(appends.values()), draft_counts, restarts)
 
     def _max_slots(self, length: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import toy
@@ -164,3 +166,17 @@ def test_a_program_that_reads_the_total_length_for_anything_else_is_refused(tmp_
     exposed.constants[comparison.inputs[1]] = np.array(2.5)
     with pytest.raises(SignatureError, match="total_length"):
         DecoderSignature.from_program(exposed)
+
+
+def test_a_file_with_the_short_factors_alone_was_made_for_short_rows(tmp_path):
+    """As optimum traces longrope; with the switch a row may be as long as the model takes."""
+    config = {
+        "max_position_embeddings": 128,
+        "original_max_position_embeddings": 32,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]},
+    }
+    for name, model, expected in (("traced", toy.decoder(), 32), ("switch", decoder(FORMS["mask"], 32), 128)):
+        source = toy.write(tmp_path / name, model)
+        (source / "config.json").write_text(json.dumps(config))
+        converted = mt.load(mt.convert(source, tmp_path / f"{name}_out", progress=False)).decoder
+        assert Decoder(converted, 1).trained_length == expected
