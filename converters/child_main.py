@@ -24,6 +24,8 @@ from mlx_transmuter.precision_options import PrecisionOptions, Quantization
 
 _SECONDS_BETWEEN_SIGNS = 1.0
 _SECONDS_BETWEEN_LOOKS = 0.2
+# What Linux counts although nothing is in it: the stacks of threads, the buffers of a BLAS, the heaps of malloc.
+_RESERVED_BYTES = 2**29
 
 
 def main(request: dict[str, Any]) -> None:
@@ -81,7 +83,8 @@ def limit_resources(max_bytes: int, exceeded: Callable[[str], None]) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        limit = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
+        limit = max_bytes + _RESERVED_BYTES
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     else:
         threading.Thread(target=_watch_memory, args=(max_bytes, exceeded), daemon=True).start()

@@ -156,6 +156,7 @@ def apply_precision(
 ) -> tuple[Program, dict[str, Any]]:
     """Returns the program with its dtype and weights as the options say, and what to record of the two."""
     program, effects = proved.program, dict[str, Any]()
+    modules.release()
     if precision.dtype and not cast_dtype.has_dtype(program, precision.dtype):
         program, effects["cast"] = numeric_effects.apply_dtype(program, precision.dtype, proved.case, modules)
     if precision.quantize:

@@ -2,7 +2,8 @@
 
 `python scripts/measure_conversion.py MODEL [--quantize 4bit] [--dtype bfloat16] [--max-memory 2GB] [--limit 2GB]`
 converts MODEL (see make_random_model.py) into a temporary folder and loads that. It prints the peaks of anonymous
-memory (RssAnon, which mapped files are no part of) of the process and its children, and the seconds.
+memory (RssAnon, which mapped files are no part of) of the process and its children, and the seconds on the clock and
+of all cores.
 --limit: the RLIMIT_DATA of the process. Preload a fast BLAS, as for bench.py.
 """
 
@@ -33,21 +34,23 @@ def anonymous_memory(pid: int) -> int:
     return (int(found[1]) * 1024 if found else 0) + sum(anonymous_memory(int(child)) for child in children)
 
 
-def run_measured(code: str, limit: int | None = None) -> tuple[float, int]:
-    """Runs Python code in a process. Returns its seconds and the peak of its anonymous memory in bytes."""
+def run_measured(code: str, limit: int | None = None) -> tuple[str, int]:
+    """Runs Python code in a process. Returns its seconds as a text and the peak of its anonymous memory in bytes."""
 
     def set_limit() -> None:
         if limit:
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
-    begin, peak = time.perf_counter(), 0
+    begin, cpu, peak = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN), 0
     process = subprocess.Popen([sys.executable, "-c", code], preexec_fn=set_limit)
     while process.poll() is None:
         peak = max(peak, anonymous_memory(process.pid))
         time.sleep(INTERVAL)
     if process.returncode:
         raise SystemExit(process.returncode)
-    return time.perf_counter() - begin, peak
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cores = used.ru_utime + used.ru_stime - cpu.ru_utime - cpu.ru_stime
+    return f"{time.perf_counter() - begin:.1f} s ({cores:.1f} s of all cores)", peak
 
 
 def parse_bytes(text: str) -> int:
@@ -80,9 +83,9 @@ def main() -> None:
         )
         seconds, peak = run_measured(f"import mlx_transmuter as mt; {convert}", args.limit)
         size = weight_bytes(out)
-        print(f"convert: {seconds:.1f} s, peak {peak / 1e6:.0f} MB, weights {size / 1e6:.0f} MB", flush=True)
+        print(f"convert: {seconds}, peak {peak / 1e6:.0f} MB, weights {size / 1e6:.0f} MB", flush=True)
         seconds, peak = run_measured(f"import mlx_transmuter as mt; mt.load({str(out)!r})", args.limit)
-        print(f"load: {seconds:.1f} s, peak {peak / 1e6:.0f} MB (imports alone {base:.1f} s)")
+        print(f"load: {seconds}, peak {peak / 1e6:.0f} MB (imports alone {base})")
 
 
 if __name__ == "__main__":

@@ -40,11 +40,16 @@ class ProofModules:
         self.has_streamed = False  # whether a module was larger than the budget
         self._arrays: dict[LazyTensor, mx.array] = {}
 
+    def release(self) -> None:
+        """Gives up what is in memory of the last module."""
+        self._arrays = {}
+
     def module(self, program: Program) -> ProgramModule:
         """Returns the module of a program."""
         tensors = program.tensors
         if not self.budget.holds(program):
-            self.has_streamed, self._arrays = True, {}
+            self.has_streamed = True
+            self.release()
             return _stream(program, self.staged.read)
         self._arrays = {tensor: self._arrays[tensor] for tensor in tensors.values() if tensor in self._arrays}
         for tensor in tensors.values():
