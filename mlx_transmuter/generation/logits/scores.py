@@ -31,9 +31,11 @@ def log_softmax_at(scores: mx.array, indices: mx.array, rows_per_prompt: int = 1
     scores: [rows, n]. indices: int32 [rows / rows_per_prompt, k], into the rows_per_prompt × n scores of the rows of
     one prompt.
     """
+    best, log_sum = _max_and_log_sum(scores)
+    if rows_per_prompt == 1:
+        return mx.take_along_axis(scores, indices, axis=-1) - best - log_sum
     flat = indices + mx.arange(indices.shape[0], dtype=mx.int32)[:, None] * (rows_per_prompt * scores.shape[-1])
     row = flat // scores.shape[-1]
-    best, log_sum = _max_and_log_sum(scores)
     return mx.take(scores, flat) - mx.take(best, row) - mx.take(log_sum, row)
 
 
