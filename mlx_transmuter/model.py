@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_transmuter.folder_format import PROGRAM_FILE, FolderError
 from mlx_transmuter.limited_files import read_json_object
 from mlx_transmuter.program import ProgramError, load_program, weights
+from mlx_transmuter.program.expert_stacks import check_expert_stacks
 from mlx_transmuter.program.run_plan import RunPlan
 from mlx_transmuter.program.signature import CacheMode, DecoderSignature
 from mlx_transmuter.program.token_tables import check_token_tables
@@ -65,6 +66,7 @@ def load_folder(folder: Path) -> Model:
     folder = Path(folder)
     decoder = load_module(folder)
     check_token_tables(decoder.program, DecoderSignature.from_program(decoder.program))
+    check_expert_stacks(decoder.program)
     # An array that is still to be read belongs to the stream of this thread; read, it belongs to any.
     arrays = decoder.weights()
     mx.eval(arrays)

@@ -12,6 +12,7 @@ from mlx_transmuter import ops
 from mlx_transmuter.cache import KVCache, PoolSpec
 from mlx_transmuter.ops.compiled_function import CompiledFunction
 from mlx_transmuter.program.attention_nodes import attention_windows
+from mlx_transmuter.program.expert_stacks import check_expert_stacks
 from mlx_transmuter.program.length_switches import LengthSwitches
 from mlx_transmuter.program.metadata import Metadata
 from mlx_transmuter.program.run_plan import RunPlan
@@ -39,8 +40,8 @@ class Decoder:
     keeps them as they are. fixed_side: the side of the length switches on which rows of any length are, for proofs.
     position_limit: where the first of the graph's tables of positions ends, and with it every row; None where none
     does. trained_length: the tokens of a row that the model was trained for, where that is known. Raises SignatureError
-    for a module that is no decoder, or one with a table that has no row for some token; CacheError for other bits or
-    groups.
+    for a module that is no decoder, or one with a table that has no row for some token; ProgramError for fewer
+    experts than its router chooses among, CacheError for other bits or groups.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Decoder:
         program = module.program
         self.signature = DecoderSignature.from_program(program)
         check_token_tables(program, self.signature)
+        check_expert_stacks(program)
         self.plan = plan or RunPlan.from_program(program, self.signature)
         self.cache_mode: CacheMode = cache_mode or self.plan.cache_mode
         self.position_limit = module.position_limit

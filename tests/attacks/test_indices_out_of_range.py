@@ -248,11 +248,29 @@ def test_positions_raised_past_every_table_are_bounded(folder_of, name):
     assert_bounded(folder, prompt, 2)
 
 
-def test_experts_that_the_stacks_lack_are_bounded(folder_of):
-    folder = folder_of("qwen3_moe")
-    stacks = [name for name in weights_of(folder, ".weight") if ".experts." in name]
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_a_folder_with_fewer_experts_than_its_router_chooses_among_does_not_load(folder_of, name):
+    folder = folder_of(name)
+    stacks = [weight for weight in weights_of(folder, ".weight") if ".experts." in weight]
     assert stacks
     cut_rows(folder, 2, *stacks)
+    with pytest.raises(TransmuterError, match=r"weights of 2 experts, and a router of [48]"):
+        load_folder(folder)
+
+
+def test_experts_that_the_stacks_lack_are_bounded(folder_of):
+    """Where the router is none that the load finds."""
+    folder = folder_of("qwen3_moe")
+
+    def add_nothing(program: dict) -> None:
+        program["constants"]["nothing"] = {"dtype": "int64", "shape": [1], "data": [0]}
+        for node in [node for node in program["nodes"] if node["op"] == "mlx.dispatch"]:
+            added = {"op": "Add-7", "inputs": [node["inputs"][1], "nothing"], "outputs": [f"{node['inputs'][1]}.same"]}
+            program["nodes"].insert(program["nodes"].index(node), added)
+            node["inputs"][1] = added["outputs"][0]
+
+    edit_program(folder, add_nothing)
+    cut_rows(folder, 2, *[name for name in weights_of(folder, ".weight") if ".experts." in name])
     assert_bounded(folder, [5, 6, 7])
 
 
