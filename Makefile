@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-quick test-gpu metal-check test-transformers lint clean
+.PHONY: demo test test-quick test-gpu metal-check test-transformers fuzz lint clean
 
 demo: $(VENV)/.base
 	$(RUN) -m mlx_transmuter generate
@@ -27,6 +27,11 @@ metal-check: $(VENV)/.test
 # The tests that compare with transformers itself; they are skipped where it is not installed.
 test-transformers: $(VENV)/.fixtures
 	$(RUN) -m pytest --numprocesses auto tests/generation tests/tasks tests/test_tokenizer.py
+
+# Broken and hostile files by the thousand, for MINUTES; what ended wrong is in fuzz-report/.
+MINUTES ?= 60
+fuzz: $(VENV)/.test
+	$(RUN) tests/attacks/fuzz.py --minutes $(MINUTES)
 
 lint: $(VENV)/.dev
 	$(RUN) -m ruff check

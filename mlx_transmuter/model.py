@@ -113,4 +113,5 @@ def eos_token_ids(model: Model) -> list[int]:
     if named is None:
         named = []
     ids = named if isinstance(named, list) else [named]
-    return [*dict.fromkeys([*ids, *(model.tokenizer.eos_token_ids if model.tokenizer else ())])]
+    joined = [*ids, *(model.tokenizer.eos_token_ids if model.tokenizer else ())]
+    return [*{repr(id): id for id in joined}.values()]  # a file may name what is no id; the settings' check refuses it

@@ -9,9 +9,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_transmuter.folder_format import FolderError
+from mlx_transmuter.generation import GenerationError
 from mlx_transmuter.limited_files import read_json_object
 from mlx_transmuter.model import load_folder, read_generation_config
 from mlx_transmuter.program import ProgramError
+from mlx_transmuter.tasks import text
 
 
 def test_a_converted_folder_is_a_model(converted):
@@ -102,6 +104,14 @@ def test_settings_are_those_of_the_first_file_that_has_them(tmp_path):
     assert read_generation_config(tmp_path) == {"eos_token_id": 2, "max_length": 30}
     write("generation_config.json", {"temperature": 0.5})
     assert read_generation_config(tmp_path) == {"temperature": 0.5}
+
+
+def test_an_eos_token_that_is_no_id_is_refused(folder, tmp_path):
+    place = shutil.copytree(folder, tmp_path / "model")
+    (place / "tokenizer.json").unlink()  # its tokenizer would refuse them first
+    (place / "generation_config.json").write_text(json.dumps({"eos_token_id": [[3], {}, 3]}))
+    with pytest.raises(GenerationError, match="eos_token_id"):
+        text.generation(load_folder(place))
 
 
 def test_a_missing_file_is_an_empty_object(tmp_path):

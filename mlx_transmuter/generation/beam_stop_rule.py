@@ -49,6 +49,9 @@ class BeamStopRule:
 
 
 def length_penalized(scores: Any, length: int, penalty: float) -> Any:
-    """Returns float32 scores divided by length ** penalty, and not below the smallest finite value."""
-    with np.errstate(over="ignore"):
-        return np.maximum(scores / np.float32(length**penalty), np.finfo(np.float32).min)
+    """Returns float32 scores divided by length ** penalty, and not below the smallest finite value.
+
+    A power beyond float32 is infinite, or zero.
+    """
+    with np.errstate(all="ignore"):
+        return np.maximum(scores / np.float32(np.float64(length) ** penalty), np.finfo(np.float32).min)

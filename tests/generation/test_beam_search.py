@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from reference_loops import score_all_sequences
 from setting_strategies import VOCAB
 
+from mlx_transmuter.generation.beam_stop_rule import length_penalized
 from mlx_transmuter.generation.logits.token_selection import BeamCandidates
 from mlx_transmuter.generation.prompt_beams import PromptBeams
 from mlx_transmuter.generation.settings import resolve_settings
@@ -179,3 +180,10 @@ def test_beams_end_after_the_minimum_under_exponential_decay_and_a_greedy_row_at
     (greedy,), (beams,) = (generated_ids(1, [[3, 4]], num_beams=count, **options) for count in (1, 3))
     assert len(greedy) == 3
     assert len(beams) >= 7
+
+
+@pytest.mark.parametrize("penalty", [2.0**62, -(2.0**62), 200.0, -200.0])
+def test_a_length_penalty_beyond_float32_is_infinite_or_zero(penalty):
+    scores = length_penalized(np.array([-1.0, -2.5], np.float32), 3, penalty)
+    expected = 0 if penalty > 0 else np.finfo(np.float32).min
+    np.testing.assert_array_equal(scores, np.float32([expected] * 2))
