@@ -103,6 +103,8 @@ def read_header(path: str | os.PathLike[str]) -> PromptCacheHeader:
     try:
         header, data_size = _read_json_header(path)
         metadata = header.pop("__metadata__")
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("metadata that is no text")
         if (metadata["format"], metadata["version"]) != (FORMAT_NAME, FORMAT_VERSION):
             raise ValueError(f"the format {metadata['format']!r}, version {metadata['version']!r}")
         tensors = _check_tensors(header, data_size)

@@ -129,6 +129,8 @@ HEADER_CHANGES = {
     "bits of no pool": lambda header: header["__metadata__"].update(kv_bits="3", kv_group_size="64"),
     "other bits than the rows": lambda header: header["__metadata__"].update(kv_bits="8", kv_group_size="64"),
     "bits of words": lambda header: header["__metadata__"].update(kv_bits="few", kv_group_size="64"),
+    "an endless block": set_header_key("__metadata__", "block", float("inf")),
+    "a block that is a number": set_header_key("__metadata__", "block", 2),
     "a tensor less": lambda header: header.pop("tokens") and None,
     "a tensor that is a list": lambda header: header.__setitem__("tokens", [1]),
     "an unknown dtype": set_header_key("tokens", "dtype", "F64"),

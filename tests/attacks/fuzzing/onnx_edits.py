@@ -86,7 +86,7 @@ def edit_attribute(model: ModelProto, rng: Random) -> None:
     if kind == 0:
         node.attribute.remove(attribute)
     elif kind == 1:
-        attribute.type = rng.choice(AttributeProto.AttributeType.values())  # another type than that of the field that is set
+        setattr(attribute, "type", rng.choice(AttributeProto.AttributeType.values()))  # noqa: B010 its type is a stub's
     elif kind == 2:
         attribute.name = rng.choice([one.name for other in all_nodes(model) for one in other.attribute])
     else:
