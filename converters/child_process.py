@@ -21,7 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_transmuter.converters.errors import ConvertError, convert_errors
+from mlx_transmuter.converters.errors import CHECK_FILE, ConvertError, convert_errors
 from mlx_transmuter.converters.staging import stage_folder
 from mlx_transmuter.errors import TransmuterError
 from mlx_transmuter.memory import usable_memory
@@ -142,7 +142,7 @@ def run_child(request: dict[str, Any], path: Path, stall_seconds: float = STALL_
             path,
             f"a conversion whose process was ended by {describe_end(child.wait())} ({stage})",
             "a graph that can be read and run",
-            "check the file with onnx.checker.check_model and onnxruntime; if they take it, report it to this project",
+            CHECK_FILE,
         )
 
 

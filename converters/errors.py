@@ -14,9 +14,16 @@ from mlx_transmuter.partial_folder import describe_write_error, is_in_partial_fo
 from mlx_transmuter.program import ProgramError
 from mlx_transmuter.program.signature import SignatureError
 
+WELL_FORMED = "a graph whose nodes, shapes and tables fit together"
+CHECK_FILE = "check the file with onnx.checker.check_model and onnxruntime; if they take it, report it to this project"
+
 
 class ConvertError(TransmuterError):
     """A source that cannot be converted; `where` is the file or the folder, `node` the graph's node at fault."""
+
+
+class RewriteError(TransmuterError):
+    """A rewrite that raised what no check foresaw, or met a graph whose nodes do not fit together."""
 
 
 @contextmanager
@@ -28,7 +35,7 @@ def convert_errors(path: Path, out: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (ops.OperatorError, SignatureError) as problem:
+    except (ops.OperatorError, SignatureError, RewriteError) as problem:
         raise ConvertError(path, problem.found, problem.expected, problem.do, problem.node) from problem
     except (ProgramError, FolderError) as problem:
         raise ConvertError(problem.where, problem.found, problem.expected, problem.do) from problem
@@ -48,6 +55,6 @@ def convert_errors(path: Path, out: Path) -> Iterator[None]:
         raise ConvertError(
             path,
             found,
-            "a graph whose nodes, shapes and tables fit together",
-            "check the file with onnx.checker.check_model and onnxruntime; if they take it, report it to this project",
+            WELL_FORMED,
+            CHECK_FILE,
         ) from problem

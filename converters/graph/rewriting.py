@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from mlx_transmuter.converters.errors import CHECK_FILE, WELL_FORMED, RewriteError
 from mlx_transmuter.converters.graph.graph_view import GraphView
 from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
+from mlx_transmuter.errors import TransmuterError
 from mlx_transmuter.program import Node, Program, Value
 from mlx_transmuter.program.renaming import redirect_reads
 
@@ -58,17 +60,25 @@ class RewriteRecord:
 def apply_rewrite(program: Program, rewrite: Rewrite, graph: GraphView | None = None) -> tuple[Program, RewriteRecord]:
     """Returns the program after the rewrite, without the nodes that nothing reads any more, and the rewrite's record.
 
-    graph: the view of `program`, where the caller has one.
+    graph: the view of `program`, where the caller has one. Raises RewriteError for whatever Python and numpy raise.
     """
     replacements: dict[int, Replacement] = {}
     skip_reasons: dict[str, int] = {}
-    for outcome in rewrite(graph or GraphView(program)):
-        if isinstance(outcome, SkippedMatch):
-            skip_reasons[outcome.reason] = skip_reasons.get(outcome.reason, 0) + 1
-        else:
-            replacements[id(outcome.root)] = outcome
-    record = RewriteRecord(getattr(rewrite, "__name__", "rewrite"), len(replacements), skip_reasons)
-    return (_replace_nodes(program, replacements) if replacements else program), record
+    name = getattr(rewrite, "__name__", "rewrite")
+    try:
+        for outcome in rewrite(graph or GraphView(program)):
+            if isinstance(outcome, SkippedMatch):
+                skip_reasons[outcome.reason] = skip_reasons.get(outcome.reason, 0) + 1
+            else:
+                replacements[id(outcome.root)] = outcome
+        program = _replace_nodes(program, replacements) if replacements else program
+    except TransmuterError:
+        raise
+    except MemoryError:  # is of the machine, and no fault of the graph's
+        raise
+    except Exception as problem:  # of tables, shapes and attributes that do not fit together Python raises anything
+        raise RewriteError("", f"{type(problem).__name__}: {problem} (in {name})", WELL_FORMED, CHECK_FILE) from problem
+    return program, RewriteRecord(name, len(replacements), skip_reasons)
 
 
 def _replace_nodes(program: Program, replacements: dict[int, Replacement]) -> Program:

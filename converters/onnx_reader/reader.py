@@ -17,6 +17,7 @@ from tqdm import tqdm
 from mlx_transmuter import ops
 from mlx_transmuter.converters.errors import ConvertError
 from mlx_transmuter.converters.onnx_reader import tensor_protos
+from mlx_transmuter.converters.onnx_reader.attribute_types import find_wrong_attribute
 from mlx_transmuter.converters.onnx_reader.element_types import (
     depends_on_element_types,
     infer_element_types,
@@ -26,7 +27,7 @@ from mlx_transmuter.converters.onnx_reader.function_inlining import inline_funct
 from mlx_transmuter.converters.onnx_reader.lazy_tensor import LazyTensor
 from mlx_transmuter.converters.onnx_reader.onnx_file import load_onnx_file
 from mlx_transmuter.converters.onnx_reader.onnx_graphs import sort_topologically, walk_nodes
-from mlx_transmuter.converters.onnx_reader.opsets import imported_opsets, operator_name, resolve_node
+from mlx_transmuter.converters.onnx_reader.opsets import imported_opsets, normalize_domain, operator_name, resolve_node
 from mlx_transmuter.converters.stages import advance
 from mlx_transmuter.ops import ELEMENT_TYPE_NAMES
 from mlx_transmuter.program import MAX_CONSTANT_ELEMENTS, Node, Program, ProgramError, Value
@@ -182,10 +183,12 @@ class _GraphReader:
         attrs = {attribute.name: self.read_attribute(attribute, proto, scope) for attribute in proto.attribute}
         proto, attrs = resolve_result_type(proto, attrs, self.element_types)
         op = resolve_node(proto, self.opsets)
+        assert op is not None
+        if wrong := find_wrong_attribute(proto, op, self.opsets.get(normalize_domain(proto.domain), 1)):
+            raise ConvertError(self.file, *wrong, _EXPORT_AGAIN, f"{proto.op_type} {proto.name!r}")
         if op == "Constant":
             self.read_constant(proto, attrs, scope)
             return []
-        assert op is not None
         inputs = tuple(scope[name] if name else "" for name in proto.input)
         while inputs and not inputs[-1]:
             inputs = inputs[:-1]

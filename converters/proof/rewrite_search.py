@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from mlx_transmuter import ops
+from mlx_transmuter.converters.errors import RewriteError
 from mlx_transmuter.converters.graph.rewriting import Rewrite, RewriteRecord
 from mlx_transmuter.converters.passes import apply_rewrites
 from mlx_transmuter.program import Program, ProgramError
 from mlx_transmuter.program.signature import SignatureError
 
 # What a wrong rewrite raises where it is applied, or where its program is put together.
-REWRITE_ERRORS = (ProgramError, SignatureError, ops.OperatorError)
+REWRITE_ERRORS = (ProgramError, SignatureError, ops.OperatorError, RewriteError)
 
 Result = TypeVar("Result")
 

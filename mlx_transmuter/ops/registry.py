@@ -40,9 +40,10 @@ class OperatorError(TransmuterError):
 class Operator:
     """A declared operator: `name` as programs spell it, its function, and what the function's signature says.
 
-    `layer_input` is the name of the input that is a layer, or None. `is_rowwise` tells that each vector along the last
-    axis of the output follows from the vector at the same place of each input, so that rows may be selected before the
-    operator instead of after it. `range_rule` says in which range the integers of the outputs are.
+    `attribute_types` has an attribute's annotation, or the type of its default. `layer_input` is the name of the
+    input that is a layer, or None. `is_rowwise` tells that each vector along the last axis of the output follows from
+    the vector at the same place of each input, so that rows may be selected before the operator instead of after it.
+    `range_rule` says in which range the integers of the outputs are.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Operator:
     index_inputs: frozenset[int]
     layer_input: str | None
     attribute_defaults: dict[str, Any]
+    attribute_types: dict[str, Any]
     takes_output_count: bool
     is_rowwise: bool
     range_rule: RangeRule | None
@@ -132,6 +134,11 @@ def op(
         inputs = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         variadic = next((p for p in parameters if p.kind is p.VAR_POSITIONAL), None)
         attributes = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        attribute_types = {
+            p.name: type(p.default) if p.annotation is p.empty else p.annotation
+            for p in parameters
+            if p.kind is p.KEYWORD_ONLY
+        }
         takes_output_count = "outputs" in attributes
         attributes.pop("outputs", None)
         for name in names:
@@ -148,6 +155,7 @@ def op(
                 index_inputs=frozenset(i for i, p in enumerate(inputs) if p.annotation is Indices),
                 layer_input=next((p.name for p in inputs if p.annotation is NNLayer), None),
                 attribute_defaults=attributes,
+                attribute_types=attribute_types,
                 takes_output_count=takes_output_count,
                 is_rowwise=rowwise,
                 range_rule=integer_range,

@@ -387,3 +387,41 @@ def test_large_integers_are_weights_and_small_ones_constants():
     program = read_onnx(model(nodes, initializers=tensors, outputs=("a", "b")))
     assert set(program.constants) == {"few"}
     assert set(program.tensors) == {"many", "w"}
+
+
+def changed_attribute(op: str, name: str, attribute: onnx.AttributeProto, domain: str = "") -> onnx.ModelProto:
+    node = helper.make_node(op, ["x"], ["y"], name="odd", domain=domain)
+    attribute.name = name
+    node.attribute.append(attribute)
+    return model([node])
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "value", "domain", "match"),
+    [
+        ("Transpose", "perm", 2, "", "'perm' of type INT; expected the type INTS"),
+        ("Softmax", "axis", [1], "", "'axis' of type INTS; expected the type INT"),
+        ("LeakyRelu", "alpha", "much", "", "'alpha' of type STRING; expected the type FLOAT"),
+        ("QuickGelu", "alpha", 1, "com.microsoft", "'alpha' of type INT; expected the type FLOAT"),
+    ],
+)
+def test_an_attribute_of_another_type_than_the_operators_is_refused(op, name, value, domain, match):
+    """As onnxruntime refuses it: by ONNX's schema, or by that of com.microsoft."""
+    proto = changed_attribute(op, name, helper.make_attribute(name, value), domain)
+    with pytest.raises(ConvertError, match=match) as error:
+        read_onnx(proto)
+    assert error.value.node == f"{op} 'odd'"
+    ort = pytest.importorskip("onnxruntime")
+    with pytest.raises(Exception, match=name):
+        ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.parametrize("text", ["A", "b" * 9])
+def test_the_declared_type_of_an_attribute_must_be_that_of_its_value(text):
+    """The value stands in a field of its own type; one that names another field has the value that an empty field has."""
+    attribute = helper.make_attribute("value_string", text)
+    attribute.type = onnx.AttributeProto.FLOATS
+    proto = changed_attribute("Constant", "value_string", attribute)
+    del proto.graph.node[0].input[:]
+    with pytest.raises(ConvertError, match="'value_string' of type FLOATS; expected the type STRING"):
+        read_onnx(proto)

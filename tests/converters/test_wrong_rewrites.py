@@ -74,6 +74,24 @@ WRONG = {
 }
 
 
+def raises(error):
+    """A rewrite that replaces the first product, and raises at a second one."""
+
+    def wrong(graph):
+        yield from first_product(lambda node: replace(node, attrs=dict(node.attrs)))(graph)
+        raise error
+
+    return wrong
+
+
+WRONG |= {
+    "a table that is too short": raises(IndexError("list index out of range")),
+    "an attribute that is missing": raises(KeyError("axis")),
+    "a size that does not divide": raises(ValueError("cannot reshape array")),
+    "an impossibility": raises(AssertionError()),
+}
+
+
 def also_wrong(graph):
     """Another wrong rewrite, under a name of its own."""
     yield from WRONG["numbers"](graph)
@@ -103,7 +121,10 @@ def test_a_wrong_rewrite_is_left_out_and_recorded(source, out, monkeypatch, what
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["numbers", "a node that cannot run", "no result", "a value that nothing gives"])
+@pytest.mark.parametrize(
+    "what",
+    ["numbers", "a node that cannot run", "no result", "a value that nothing gives", "an attribute that is missing"],
+)
 @pytest.mark.parametrize("place", [1, 2, 5])
 def test_a_wrong_pool_rewrite_leaves_the_other_pool_rewrites_in_place(out, monkeypatch, what, place, llama):
     right = trials.POOL_REWRITES

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mlx_transmuter.converters.onnx_reader.attribute_types import attribute_codes
 from mlx_transmuter.ops import OPERATORS, REQUIRED
 from mlx_transmuter.ops.contrib.unsupported import UNSUPPORTED_OPERATORS
 
@@ -35,6 +36,7 @@ def test_signatures_agree_with_the_schemas(name):
     assert schema.attributes.keys() <= operator.attribute_defaults.keys()
     for attribute, declared in schema.attributes.items():
         assert declared.required == (operator.attribute_defaults[attribute] is REQUIRED), attribute
+        assert attribute_codes(operator.name)[attribute] == declared.type.value, attribute
     if not operator.is_variadic:
         assert len(operator.input_names) >= len(schema.inputs)
         needed = [i for i, x in enumerate(schema.inputs) if not str(x.option).endswith("Optional")]
