@@ -42,7 +42,7 @@ def _schema_codes(node: NodeProto, opset: int) -> dict[str, int]:
         schema = onnx.defs.get_schema(node.op_type, opset, normalize_domain(node.domain))
     except (onnx.defs.SchemaError, TypeError):  # the latter for an opset beyond int32
         return {}
-    return {name: attribute.type.value for name, attribute in schema.attributes.items()}
+    return {name: attribute.type.value for name, attribute in schema.attributes.items()}  # type: ignore[attr-defined]
 
 
 def attribute_codes(op: str) -> dict[str, int]:
