@@ -10,18 +10,6 @@ from typing import Any
 from fuzzing import extremes
 
 
-def places(value: Any) -> list[tuple[Any, Any]]:
-    """Returns each (list or dict, index or key) inside the value."""
-    found, todo = [], [value]
-    while todo:
-        one = todo.pop()
-        keys = list(one) if isinstance(one, dict) else range(len(one)) if isinstance(one, list) else ()
-        for key in keys:
-            found.append((one, key))
-            todo.append(one[key])
-    return found
-
-
 def pick(value: Any, rng: Random) -> tuple[Any, Any] | None:
     """Returns a place inside the value: the depth is drawn on the way down, so that a long list hides nothing."""
     owner = key = None
