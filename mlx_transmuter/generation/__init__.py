@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_transmuter.generation.batch import StepOutput
 from mlx_transmuter.generation.drafts.draft_tree import DraftCounts
-from mlx_transmuter.generation.errors import GenerationError
+from mlx_transmuter.generation.errors import GenerationError, ScoreError
 from mlx_transmuter.generation.float_bits import from_bits, to_bits
 from mlx_transmuter.generation.generation_context import CompiledGeneration, GenerationContext, compile, context
 from mlx_transmuter.generation.loop import generate_steps, run_to_end
@@ -25,6 +25,7 @@ __all__ = [
     "GenerationError",
     "GenerationResult",
     "PromptCache",
+    "ScoreError",
     "Settings",
     "StepOutput",
     "Token",
@@ -59,7 +60,7 @@ def generate(
 
     on_token gets a dict after each step of a group: `token` int32, -1 where a row has no new one, `finished` bool and,
     with token_logprobs, `logprob` float32, each with one entry per result. Raises GenerationError for wrong prompts,
-    seeds or inputs.
+    seeds or inputs, and ScoreError, once the other rows are done, for rows whose scores left no token to select.
     """
     steps = generate_steps(gen, prompts, seeds, inputs, prompt_cache=prompt_cache)
 

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.generation.errors import GenerationError
+from mlx_transmuter.generation.errors import GenerationError, ScoreError
 from mlx_transmuter.generation.exit_gate import exit_gate
 from mlx_transmuter.generation.generation_context import CompiledGeneration
 from mlx_transmuter.generation.length_notices import length_notice, table_end
+from mlx_transmuter.generation.logits.score_faults import ScoreFault, fault_of
 from mlx_transmuter.generation.prompt_cache import PromptCache
 from mlx_transmuter.generation.prompt_positions import PromptPositions, clip_to_positions
 from mlx_transmuter.generation.row import GenerationResult, Row
@@ -36,12 +37,20 @@ class StepOutput(NamedTuple):
     logprob: np.ndarray | None
 
 
+class RowFault(NamedTuple):
+    """What was wrong with the scores of a row, and the step: the number of its new tokens before them."""
+
+    fault: ScoreFault
+    step: int
+
+
 class Batch:
     """The checked prompts of a call, and its results.
 
     encoder_input_ids: per prompt the tokens that the encoder_ settings read. new_token_limits: per prompt its most new
     tokens. extra_inputs: the decoder's other inputs, one row per prompt. results, finished_flags: one entry per result,
-    filled in by the loop. Raises GenerationError for what does not fit the compiled context.
+    filled in by the loop. faults: the results that ended because their scores left no token. Raises GenerationError for
+    what does not fit the compiled context.
     """
 
     def __init__(
@@ -73,6 +82,7 @@ class Batch:
         ]
         per_prompt = self.settings.num_return_sequences
         self.results = [GenerationResult([], FINISH_LENGTH) for _ in range(gen.batch_size * per_prompt)]
+        self.faults: dict[int, RowFault] = {}
         self.finished_flags = np.array([not self.prompts[index // per_prompt] for index in range(len(self.results))])
 
     @property
@@ -92,12 +102,15 @@ class Batch:
 
     def append_tokens(self, rows: Mapping[int, Row], selected: Mapping[int, tuple[int, float | None]]) -> StepOutput:
         """Appends the selected tokens, row -> (token, log-probability), to the rows that have not ended, and returns
-        the step."""
+        the step. A row of which the selection is a ScoreFault ends without a token."""
         new_tokens = {}
         for index, (token, logprob) in selected.items():
             row = rows[index]
             if row.is_live:
-                if row.append_token(token, logprob):
+                if (fault := fault_of(token)) is not None:
+                    self.faults[index] = RowFault(fault, len(row.new_tokens))
+                    row.fail()
+                elif row.append_token(token, logprob):
                     new_tokens[index] = token, logprob
                 self.finished_flags[index] = not row.is_live
         return self.make_step_output(new_tokens)
@@ -110,6 +123,11 @@ class Batch:
             logprobs[index] = math.nan if logprob is None else logprob
         output_logprobs = np.array(logprobs, np.float32) if self.context.token_logprobs else None
         return StepOutput(np.array(tokens, np.int32), self.finished_flags.copy(), output_logprobs)
+
+    def raise_faults(self) -> None:
+        """Raises ScoreError where the scores of a row left no token to select."""
+        if self.faults:
+            raise ScoreError(dict(sorted(self.faults.items())), self.results)
 
     def add_length_notices(self) -> None:
         """Gives each result its notice, where its length met a limit of the model."""

@@ -7,12 +7,12 @@ from collections.abc import Generator, Mapping
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.generation.batch import Batch, StepOutput
+from mlx_transmuter.generation.batch import Batch, RowFault, StepOutput
 from mlx_transmuter.generation.logits.token_selection import row_random_keys
 from mlx_transmuter.generation.prompt_beams import BeamHypothesis, PromptBeams
 from mlx_transmuter.generation.row import GenerationResult, tokens_with_logprobs
 from mlx_transmuter.generation.row_group import RowGroup
-from mlx_transmuter.generation.stop_rules import FINISH_CANCELLED, FINISH_LENGTH, FINISH_STOP
+from mlx_transmuter.generation.stop_rules import FINISH_CANCELLED, FINISH_ERROR, FINISH_LENGTH, FINISH_STOP
 
 
 def search_beams(group: RowGroup) -> Generator[StepOutput, None, None]:
@@ -72,7 +72,8 @@ class BeamSearch:
         for prompt, beams in self.hypotheses.items():
             if beams.is_done:
                 continue
-            beam_parents = beams.take_candidates(self.group.selection.read_candidates(selected_candidates[prompt]))
+            candidates = self.group.selection.read_candidates(selected_candidates[prompt])
+            beam_parents = beams.take_candidates(candidates)
             if beams.is_done:
                 continue
             first = prompt * self.width
@@ -85,6 +86,11 @@ class BeamSearch:
 def _output_hypotheses(batch: Batch, searches: Mapping[int, PromptBeams]) -> Generator[StepOutput, None, None]:
     """Stores the results of beam searches, and yields their tokens as steps."""
     per_prompt = batch.settings.num_return_sequences
+    batch.faults |= {
+        prompt * per_prompt: RowFault(beams.fault, beams.generated_length)
+        for prompt, beams in searches.items()
+        if beams.fault is not None
+    }
     results = {
         prompt * per_prompt + place: _to_result(hypothesis, beams)
         for prompt, beams in searches.items()
@@ -103,10 +109,12 @@ def _to_result(hypothesis: BeamHypothesis, beams: PromptBeams) -> GenerationResu
     tokens = tokens_with_logprobs(hypothesis.tokens, hypothesis.logprobs)
     if tokens and beams.stop_rules.is_eos(tokens[-1].id):
         tokens.pop()
-    return GenerationResult(tokens, _finish_reason(hypothesis, beams.is_done), float(hypothesis.score))
+    return GenerationResult(tokens, _finish_reason(hypothesis, beams), float(hypothesis.score))
 
 
-def _finish_reason(hypothesis: BeamHypothesis, is_done: bool) -> str:
+def _finish_reason(hypothesis: BeamHypothesis, beams: PromptBeams) -> str:
+    if beams.fault is not None:
+        return FINISH_ERROR
     if hypothesis.ended_by_stop:
         return FINISH_STOP
-    return FINISH_LENGTH if is_done else FINISH_CANCELLED
+    return FINISH_LENGTH if beams.is_done else FINISH_CANCELLED

@@ -43,7 +43,8 @@ def generate_steps(
 
     Raises GenerationError at once for wrong prompts, seeds or inputs, or a prompt cache of another model;
     CacheFullError for prompts that a limited prompt cache has no room for, and after the last token that it has room
-    for where a text goes on.
+    for where a text goes on; ScoreError at the end for rows whose scores left no token to select, once the others are
+    done.
     """
     batch = Batch(gen, prompts, seeds, inputs or {}, stop=stop, cancel_event=cancel_event, prompt_cache=prompt_cache)
     return run_inside(exit_gate, _generate_groups(batch))
@@ -81,6 +82,7 @@ def _generate_groups(batch: Batch) -> GenerationSteps:
                 group.session.close()
                 release_buffers()
     batch.add_length_notices()
+    batch.raise_faults()
     return batch.results
 
 

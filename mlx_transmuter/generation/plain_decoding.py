@@ -31,12 +31,14 @@ def decode_tokens(group: RowGroup) -> Generator[StepOutput, None, None]:
         following = None
         if decoding.runs_ahead and any(counts := decoding.continuing_rows(unread=1)):
             with suppress(CacheFullError):  # not before this token is read: it may be the last of a row
-                following = decoding.select(group.step(selected_tokens[:, :1], counts))
+                following = decoding.select(group.step(mx.maximum(selected_tokens[:, :1], 0), counts))
         host_tokens = np.array(selected_tokens)
         yield batch.append_tokens(rows, {row: read_token(host_tokens[row]) for row in rows})
         if batch.cancelled or not any(counts := decoding.continuing_rows(unread=0)):
             break
-        selected_tokens = decoding.select(group.step(host_tokens[:, :1], counts)) if following is None else following
+        if following is None:
+            following = decoding.select(group.step(np.maximum(host_tokens[:, :1], 0), counts))
+        selected_tokens = following
     for index, row in rows.items():
         batch.results[index] = row.to_result()
 

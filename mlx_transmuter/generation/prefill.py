@@ -55,17 +55,25 @@ def prefill_packed(
     batch: Batch,
 ) -> mx.array | None:
     """Returns the logits [rows, vocab] after the prompts, one step for each packed row; None if the batch was
-    cancelled."""
-    rows = range(batch.row_count)
-    last = None
-    for members, size in packed_rows:
+    cancelled.
+
+    A value that is NaN or infinite, in the weighted sum of a token that does not attend to it, has a weight of 0, and
+    0 × NaN is NaN: one such prompt makes NaN of all the logits of its step. They all run again then, each alone.
+    """
+    last, steps = None, list(packed_rows)
+    while steps:
         if batch.cancelled:
             return None
-        ends = [row in members for row in rows]
-        logits = session.prefill_packed([prompts[row] if ends[row] else [] for row in rows], size)
+        members, size = steps.pop(0)
+        ends = [row in members for row in range(batch.row_count)]
+        logits = session.prefill_packed([prompts[row] if ends[row] else [] for row in range(batch.row_count)], size)
+        has_nan = mx.any(mx.isnan(logits), axis=-1)
         last = _keep_ends(last, ends, logits)
         del logits
-        session.evaluate(last)
+        session.evaluate(last, has_nan)
+        if len(members) > 1 and np.array(has_nan)[members].any():
+            session.truncate(np.where(ends, 0, session.lengths).tolist())
+            steps = [PackedPrefillRow([row], size) for row in members] + steps
     return last
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from mlx_transmuter.generation.beam_stop_rule import EXCLUDED_SCORE, BeamStopRule, length_penalized
+from mlx_transmuter.generation.logits.score_faults import ScoreFault
+from mlx_transmuter.generation.logits.scores import LOWEST_FINITE
 from mlx_transmuter.generation.logits.token_selection import BeamCandidates
 from mlx_transmuter.generation.settings import Settings
 from mlx_transmuter.generation.stop_rules import StopRules
@@ -35,23 +37,35 @@ class BeamHypothesis:
 
 
 class PromptBeams:
-    """The running beams of one prompt, and its best finished hypotheses."""
+    """The running beams of one prompt, and its best finished hypotheses. fault: why the search failed; None unless it
+    did."""
 
     def __init__(self, settings: Settings, max_new_tokens: int, stop_rules: StopRules):
         self.settings, self.max_new_tokens, self.stop_rules = settings, max_new_tokens, stop_rules
         self.running_beams = [BeamHypothesis(score=np.float32(0)), *[BeamHypothesis()] * (settings.num_beams - 1)]
         self.finished_hypotheses = [BeamHypothesis()] * settings.num_beams
         self.generated_length = 0
+        self.fault: ScoreFault | None = None
         self.stop_rule = BeamStopRule(settings, max_new_tokens)
 
     @property
     def is_done(self) -> bool:
         """Whether the search of the prompt has ended."""
-        return self.stop_rule.is_done
+        return self.stop_rule.is_done or self.fault is not None
 
-    def take_candidates(self, candidates: BeamCandidates) -> list[int]:
+    def take_candidates(self, candidates: BeamCandidates | ScoreFault) -> list[int]:
         """Takes the candidates of a step, the best first, and returns the parent of each next beam: candidate i adds
-        tokens[i] to the beam beams[i] and has scores[i]."""
+        tokens[i] to the beam beams[i] and has scores[i].
+
+        The search fails, and no beam follows, where a score was NaN, or where every token of every beam is removed
+        before a hypothesis is complete.
+        """
+        if isinstance(candidates, ScoreFault):
+            self.fault = candidates
+            return []
+        if candidates.scores.max() <= LOWEST_FINITE and not any(text.is_complete for text in self.finished_hypotheses):
+            self.fault = ScoreFault.ALL_REMOVED
+            return []
         self.generated_length += 1
         stopped = np.array(
             [
@@ -71,7 +85,9 @@ class PromptBeams:
 
     def best_hypotheses(self) -> list[BeamHypothesis]:
         """Returns the best num_return_sequences hypotheses, the best first; of a search that was cancelled also running
-        ones."""
+        ones, of one that failed empty ones."""
+        if self.fault is not None:
+            return [BeamHypothesis()] * self.settings.num_return_sequences
         finished = [hypothesis for hypothesis in self.finished_hypotheses if hypothesis.is_complete or self.is_done]
         return [*finished, *self.running_beams][: self.settings.num_return_sequences]
 

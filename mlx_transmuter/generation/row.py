@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mlx_transmuter.generation.drafts.draft_tree import DraftCounts
-from mlx_transmuter.generation.stop_rules import FINISH_CANCELLED, FINISH_LENGTH, FINISH_STOP, StopRules
+from mlx_transmuter.generation.stop_rules import (
+    FINISH_CANCELLED,
+    FINISH_ERROR,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    StopRules,
+)
 
 
 class Token(NamedTuple):
@@ -71,6 +77,10 @@ class Row:
         elif not self.remaining_tokens:
             self.finish_reason = FINISH_LENGTH
         return True
+
+    def fail(self) -> None:
+        """Ends the row: its scores leave no token to select."""
+        self.finish_reason = FINISH_ERROR
 
     def to_result(self) -> GenerationResult:
         """Returns the result so far; a row that has not ended was cancelled."""

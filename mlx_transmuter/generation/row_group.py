@@ -132,13 +132,20 @@ class RowGroup:
             return run()
 
     def store_prefixes(self) -> None:
-        """Stores the rows' sequences in the prompt cache, where there is one; of a beam search, the prompts."""
+        """Stores the rows' sequences in the prompt cache, where there is one; of a beam search, the prompts. Rows
+        whose scores left no token are not stored."""
         if self.batch.prompt_cache is not None:
             sequences = {
                 row: self._rows[row].token_ids if row in self._rows else self.prompt_tokens(row)
                 for row in self.member_rows
+                if not self._has_fault(row)
             }
             self.session.store_prefixes([sequences.get(row) for row in self.all_rows])
+
+    def _has_fault(self, row: int) -> bool:
+        per_prompt, prompt = self.batch.settings.num_return_sequences, self.prompt_of(row)
+        first = prompt * per_prompt
+        return any(index in self.batch.faults for index in range(first, first + per_prompt))
 
     def verify_drafts(self, drafts: DraftArrays) -> mx.array:
         """Returns the logits [rows, nodes, vocab] after each node of the rows' draft trees; `accept_drafts` then takes

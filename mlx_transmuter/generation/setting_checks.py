@@ -15,7 +15,7 @@ from mlx_transmuter.generation.errors import GenerationError
 
 # Counts, lengths and token ids are int32 on a device, scores float32.
 MAX_INTEGER = 2**31 - 1
-MAX_NUMBER = float(np.finfo(np.float32).max)
+MAX_NUMBER, MIN_NORMAL = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 # More than any vocabulary has; a range of billions would never end.
 MAX_LIST_LENGTH = 2**24
 

@@ -156,8 +156,8 @@ class Settings:
     )
     exponential_decay_length_penalty: tuple[int, float] | None = _supported_setting(
         "(start, factor): raises the score of the eos more with each new token after start. Where min_length or "
-        "min_new_tokens removes the eos, its score is then NaN: a greedy row ends there, before the minimum, as in "
-        "transformers; beams end after the minimum",
+        "min_new_tokens removes the eos, its score is NaN in transformers: a greedy row ends there, before the "
+        "minimum, there and here; beams, whose texts the NaN cuts in transformers, end after the minimum here",
         setting_checks.decay_pair,
     )
     suppress_tokens: tuple[int, ...] = _supported_setting(
@@ -167,7 +167,10 @@ class Settings:
         "tokens that are not selected first", setting_checks.unbounded_token_ids, ()
     )
     temperature: float = _supported_setting(
-        "divides the scores", setting_checks.number(above=0), 1.0, sampling_only=True
+        "divides the scores; at least the smallest normal float32, 1.18e-38, which devices do not take for 0",
+        setting_checks.number(low=setting_checks.MIN_NORMAL),
+        1.0,
+        sampling_only=True,
     )
     top_k: int = _supported_setting(
         "leaves the k best tokens and the ties of the last",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# The finish_reason of a result. "cancelled" is that of a row whose generation the caller cancelled.
-FINISH_STOP, FINISH_LENGTH, FINISH_CANCELLED = "stop", "length", "cancelled"
+# The finish_reason of a result. "cancelled" is that of a row whose generation the caller cancelled, "error" that of one
+# whose scores left no token to select.
+FINISH_STOP, FINISH_LENGTH, FINISH_CANCELLED, FINISH_ERROR = "stop", "length", "cancelled", "error"
 
 # Returns whether the new tokens of a row, a sequence of ids, end it.
 StopCondition = Callable[[Sequence[int]], bool]

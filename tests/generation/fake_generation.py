@@ -48,6 +48,14 @@ def run_batch(
     return steps, results
 
 
+def results_with_errors(gen: Any, prompts: list[list[int]], seeds: list[int]) -> list[generation.GenerationResult]:
+    """Returns the results of a run to its end, also where an error says that the scores of some rows left no token."""
+    try:
+        return run_batch(gen, prompts, seeds)[1]
+    except generation.ScoreError as error:
+        return error.results
+
+
 def generated_ids(
     batch: int, prompts: list[list[int]], seeds: list[int] | None = None, **options: Any
 ) -> list[list[int]]:

@@ -206,6 +206,8 @@ def greedy(model: Callable[[Sequence[int]], Scores], prompt: list[int], **s: Any
     logprobs: list[float] = []
     while len(new) < s["max_new_tokens"]:
         scores = process_scores(model([*prompt, *new]), prompt, new, **s)
+        if np.isnan(scores).all() or (scores == -np.inf).all():
+            return new, logprobs, "error"
         token = int(np.argmax(scores))
         if token in id_list(s.get("eos_token_id")):
             return new, logprobs, "stop"

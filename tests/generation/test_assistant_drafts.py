@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_generation import compile_fake, fake_model, run_batch
+from fake_generation import compile_fake, fake_model, results_with_errors, run_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from setting_strategies import VOCAB
@@ -42,10 +42,10 @@ def test_results_are_those_of_plain_decoding(
         "token_logprobs": True,
     }
     fake, seeds = {"max_positions": positions}, list(range(len(prompts)))
-    _, plain = run_batch(compile_fake(len(prompts), fake=fake, **options), prompts, seeds)
+    plain = results_with_errors(compile_fake(len(prompts), fake=fake, **options), prompts, seeds)
     drafting = {"num_assistant_tokens": max_draft_tokens, "assistant_confidence_threshold": threshold}
     gen = compile_fake(len(prompts), fake=fake, assistant=assistant, **drafting, **options)
-    _, found = run_batch(gen, prompts, seeds)
+    found = results_with_errors(gen, prompts, seeds)
     assert_same_results(found, plain)
     assert all(session.closed for session in gen.assistant.decoder.sessions)
 

@@ -13,7 +13,7 @@ from setting_strategies import VOCAB
 from mlx_transmuter import generation
 from mlx_transmuter.generation.logits.host_processor_inputs import HostProcessorInputs
 from mlx_transmuter.generation.logits.processor_state import ProcessorInputs
-from mlx_transmuter.generation.logits.token_selection import TokenSelection, row_random_keys
+from mlx_transmuter.generation.logits.token_selection import BeamCandidates, TokenSelection, row_random_keys
 
 # The 0.999 quantiles of the chi-square distribution by its degrees of freedom.
 CHI_SQUARE = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32, 15: 37.70}
@@ -114,12 +114,14 @@ def test_sampled_beams_draw_without_replacement_from_the_sums():
     selected_candidates, _ = selection.select_candidates(
         mx.array(np.tile(logits, (2 * prompts, 1))), state, fixed, scores
     )
-    found = [selection.read_candidates(row) for row in np.array(selected_candidates)]
-    firsts = np.array([tokens[0] for _, tokens, _, _ in found])
-    assert all(beams[:3] == [0, 0, 0] and len(set(tokens)) == 4 for beams, tokens, _, _ in found)
+    read = [selection.read_candidates(row) for row in np.array(selected_candidates)]
+    found = [candidates for candidates in read if isinstance(candidates, BeamCandidates)]
+    assert len(found) == prompts
+    firsts = np.array([tokens[0] for _, tokens, *_ in found])
+    assert all(beams[:3] == [0, 0, 0] and len(set(tokens)) == 4 for beams, tokens, *_ in found)
     masses = softmax(logits)
     assert chi_square(np.bincount(firsts, minlength=count), masses) < CHI_SQUARE[3]
-    seconds = np.array([tokens[1] for _, tokens, _, _ in found])[firsts == 0]
+    seconds = np.array([tokens[1] for _, tokens, *_ in found])[firsts == 0]
     assert chi_square(np.bincount(seconds, minlength=count), np.array([0, 0.5, 0.3, 0.2])) < CHI_SQUARE[2]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import mlx.core as mx
 import numpy as np
 import pytest
-from fake_generation import compile_fake, run_batch
+from fake_generation import compile_fake, results_with_errors, run_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from setting_strategies import PROCESSOR_SETTINGS, VOCAB
@@ -96,12 +96,12 @@ def test_results_are_those_of_plain_decoding_whatever_is_drafted(
     }
     fake = {"max_positions": positions}
     seeds = [seed + row for row in range(len(prompts))]
-    _, plain = run_batch(compile_fake(len(prompts), fake=fake, **options), prompts, seeds)
+    plain = results_with_errors(compile_fake(len(prompts), fake=fake, **options), prompts, seeds)
     gen = compile_fake(len(prompts), fake=fake, prompt_lookup_num_tokens=max_draft_tokens, **options)
     expected = {row: [token.id for token in result.tokens] for row, result in enumerate(plain)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speculative_decoding, "_make_drafter", lambda group: OracleDrafter(expected, seed))
-        _, found = run_batch(gen, prompts, seeds)
+        found = results_with_errors(gen, prompts, seeds)
     assert_same_results(found, plain)
 
 
@@ -122,9 +122,9 @@ def test_prompt_lookup_gives_the_results_of_plain_decoding(prompts, options, sam
         "token_logprobs": True,
     }
     seeds = list(range(len(prompts)))
-    _, plain = run_batch(compile_fake(len(prompts), fake=SHORT_CONTEXT, **options), prompts, seeds)
+    plain = results_with_errors(compile_fake(len(prompts), fake=SHORT_CONTEXT, **options), prompts, seeds)
     lookup = {"prompt_lookup_num_tokens": max_draft_tokens, "max_matching_ngram_size": size}
-    _, found = run_batch(compile_fake(len(prompts), fake=SHORT_CONTEXT, **lookup, **options), prompts, seeds)
+    found = results_with_errors(compile_fake(len(prompts), fake=SHORT_CONTEXT, **lookup, **options), prompts, seeds)
     assert_same_results(found, plain)
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_transmuter.generation.drafts.draft_tree import DraftTree
 from mlx_transmuter.generation.generation_context import CompiledAssistant
@@ -65,7 +66,9 @@ class AssistantDrafter:
                     del drafting[index]
             if not drafting:
                 break
-            logits = self.session.step(read[:, :1], [int(row in drafting) for row in self.group.all_rows])
+            logits = self.session.step(
+                np.maximum(read[:, :1], 0), [int(row in drafting) for row in self.group.all_rows]
+            )
         return trees
 
     def close(self) -> None:
@@ -81,7 +84,7 @@ class AssistantDrafter:
         return min(limit, self.session.max_step_tokens - 1)  # more could not be truncated again
 
     def _is_drafted(self, row: Row, token: int, logprob: float | None) -> bool:
-        assert logprob is not None  # the assistant's selection computes them
+        assert logprob is not None  # the assistant's selection computes them; NaN where the token is a ScoreFault
         return not row.stop_rules.is_eos(token) and math.exp(logprob) >= self.confidence_threshold
 
     def _truncate_rejected(self, rows: Mapping[int, Row]) -> None:

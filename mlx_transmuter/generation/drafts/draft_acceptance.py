@@ -18,6 +18,9 @@ from mlx_transmuter.generation.logits.processor_state import ProcessorState
 from mlx_transmuter.generation.logits.token_selection import TokenSelection
 from mlx_transmuter.ops.compiled_function import CompiledFunction
 
+# Stands in place of a token: the pass must run again without draft tokens. No ScoreFault has this value.
+DRAFTS_WITH_NAN = -4
+
 
 class DraftSelection:
     """The selection of tokens along the draft trees of a batch, compiled once per shape and thread."""
@@ -33,8 +36,10 @@ class DraftSelection:
         that it selects too, and the state after them.
 
         int32 [rows, depth, 1 or 2]: for each node of the path what `select_tokens` packs; after the path's end it is
-        unspecified. logits: [rows, nodes, vocab]. arrays: the fixed arrays [rows, ...], and those that the host
-        computed for each node, [rows, nodes, ...]. depth: the nodes of the longest path.
+        unspecified. DRAFTS_WITH_NAN stands in place of a row's first token where the logits after node 0 have NaN in a
+        pass of several nodes: it may be that of draft tokens. logits: [rows, nodes, vocab]. arrays: the fixed arrays
+        [rows, ...], and those that the host computed for each node, [rows, nodes, ...]. depth: the nodes of the longest
+        path.
         """
         tree = mx.array(np.stack([drafts.tokens, drafts.parents]))
         return self._compiled_select(logits, state, arrays, tree, depth)
@@ -52,6 +57,9 @@ class DraftSelection:
             # The state advances along the path alone: it uses as many keys, and sees as many tokens, as are
             # selected.
             state = {name: _where_rows(on_path, after[name], array) for name, array in state.items()}
+            if not path and logits.shape[1] > 1:
+                has_nan = mx.any(mx.isnan(logits[:, 0]), axis=-1, keepdims=True)
+                selected_tokens = mx.where(has_nan, DRAFTS_WITH_NAN, selected_tokens)
             path.append(selected_tokens)
             matches = (tokens == selected_tokens[:, :1]) & (parents == node[:, None])
             on_path = on_path & mx.any(matches, axis=-1)

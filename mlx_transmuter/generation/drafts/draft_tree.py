@@ -124,13 +124,15 @@ def padded_node_count(nodes: int, max_draft_tokens: int) -> int:
 
 
 def stack_trees(trees: Mapping[int, DraftTree], rows: int, nodes: int) -> DraftArrays:
-    """Returns the trees, row -> tree, as arrays of so many rows and nodes."""
+    """Returns the trees, row -> tree, as arrays of so many rows and nodes. The padding of a row has its tree's first
+    token, so that it brings no value that is not the row's."""
     tokens = np.zeros((rows, nodes), np.int32)
     parents, depths = np.full((2, rows, nodes), NO_PARENT, np.int32)
     ancestor_mask = np.zeros((rows, nodes, nodes), bool)
     for row, tree in trees.items():
         count = len(tree)
-        tokens[row, :count], parents[row, :count], depths[row, :count] = tree.tokens, tree.parents, tree.depths
+        tokens[row], tokens[row, :count] = tree.tokens[0], tree.tokens
+        parents[row, :count], depths[row, :count] = tree.parents, tree.depths
         for node in range(count):
             ancestor_mask[row, node, tree.path_to(node)] = True
     return DraftArrays(tokens, parents, depths, ancestor_mask)

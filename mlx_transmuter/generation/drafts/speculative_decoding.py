@@ -15,7 +15,7 @@ import numpy as np
 from mlx_transmuter.cache import CacheFullError
 from mlx_transmuter.generation.batch import StepOutput
 from mlx_transmuter.generation.drafts.assistant_drafts import AssistantDrafter
-from mlx_transmuter.generation.drafts.draft_acceptance import accepted_path, next_draft_limit
+from mlx_transmuter.generation.drafts.draft_acceptance import DRAFTS_WITH_NAN, accepted_path, next_draft_limit
 from mlx_transmuter.generation.drafts.draft_tree import DraftCounts, DraftTree, padded_node_count, stack_trees
 from mlx_transmuter.generation.drafts.prompt_lookup import PromptLookupDrafter
 from mlx_transmuter.generation.logits.processor_state import ProcessorState
@@ -101,14 +101,19 @@ class SpeculativeDecoding:
             max_depths = {index: min(depth, limits[index]) for index, depth in max_depths.items()}
         trees = self.drafter.propose(live, self.draft_limits, max_depths, self.state, self.fixed)
         try:
-            selected_tokens = self._verify(live, trees)
+            read, state = self._verify(live, trees)
         except CacheFullError:
             return self._decode_without_draft(live)
-        return self._accept(live, trees, selected_tokens)
+        if any(read[index, 0, 0] == DRAFTS_WITH_NAN for index in live):
+            # A token that attends to no draft token is NaN beside one whose values are: 0 × NaN.
+            self.group.accept_drafts([[] for _ in self.group.all_rows])
+            return self._decode_without_draft(live)
+        self.state = state
+        return self._accept(live, trees, read)
 
     def _decode_without_draft(self, live: Mapping[int, Row]) -> dict[int, np.ndarray]:
-        """Runs the last token of each live row alone, for which a prompt cache without room for a draft may have room;
-        returns the next token of each row, int32 [1, 1 or 2]."""
+        """Runs the last token of each live row alone, beside which no draft brings NaN, and for which a prompt cache
+        without room for a draft may have room; returns the next token of each row, int32 [1, 1 or 2]."""
         group = self.group
         sequences = [live[row].token_ids if row in live else None for row in group.all_rows]
         tokens = np.array([[sequence[-1] if sequence else 0] for sequence in sequences], np.int32)
@@ -118,9 +123,9 @@ class SpeculativeDecoding:
             row.draft_counts = (row.draft_counts or DraftCounts()).with_pass(0, 0)
         return {row: read[row : row + 1] for row in live}
 
-    def _verify(self, live: Mapping[int, Row], trees: Mapping[int, DraftTree]) -> np.ndarray:
-        """Runs the model over the trees and returns the selected tokens along each, int32 [rows, depth, 1 or
-        2]."""
+    def _verify(self, live: Mapping[int, Row], trees: Mapping[int, DraftTree]) -> tuple[np.ndarray, ProcessorState]:
+        """Runs the model over the trees and returns the selected tokens along each, int32 [rows, depth, 1 or 2], and
+        the processors' state after them."""
         group, limit = self.group, self.max_draft_tokens
         nodes = padded_node_count(max(map(len, trees.values())), limit)
         depth = padded_node_count(max(tree.longest_path_length for tree in trees.values()), limit)
@@ -128,9 +133,9 @@ class SpeculativeDecoding:
         arrays = self.fixed | _host_arrays_per_node(group, trees, live, nodes)
         logits = group.verify_drafts(drafts)
         selection = group.batch.compiled.draft_selection
-        selected_tokens, self.state = selection.select_along_tree(logits, self.state, arrays, drafts, depth)
+        selected_tokens, state = selection.select_along_tree(logits, self.state, arrays, drafts, depth)
         del logits
-        return read_selection(group.session, selected_tokens, self.state)
+        return read_selection(group.session, selected_tokens, state), state
 
     def _accept(
         self, live: Mapping[int, Row], trees: Mapping[int, DraftTree], read: np.ndarray

@@ -12,6 +12,7 @@ from mlx_transmuter.generation.logits.processor_types import (
     evaluated_token_mask,
     removing_processor,
 )
+from mlx_transmuter.generation.logits.scores import REMOVED_SCORE
 
 
 def min_length(minimum: int, eos: Sequence[int], vocab_size: int) -> LogitsProcessor:
@@ -29,10 +30,15 @@ def min_new_tokens(minimum: int, eos: Sequence[int], vocab_size: int) -> LogitsP
 
 
 def exponential_decay_length_penalty(
-    penalty: tuple[int, float], eos: Sequence[int], vocab_size: int
+    penalty: tuple[int, float], eos: Sequence[int], vocab_size: int, *, under_beams: bool
 ) -> LogitsProcessor:
-    """Adds |score| · (factor^n - 1) to the eos tokens, n new tokens after start. ExponentialDecayLengthPenalty."""
+    """Adds |score| · (factor^n - 1) to the eos tokens, n new tokens after start. ExponentialDecayLengthPenalty.
+
+    The score of an eos that is removed would be -inf + inf, NaN, which argmax takes for the best in transformers: it is
+    +inf here, on devices whose argmax passes over NaN too. Under beams the eos stays removed.
+    """
     start, factor = penalty
+    score_of_removed = REMOVED_SCORE if under_beams else -REMOVED_SCORE
     tokens = evaluated_token_mask(eos, vocab_size)
 
     def process(scores: mx.array, state: ProcessorState) -> mx.array:
@@ -41,6 +47,7 @@ def exponential_decay_length_penalty(
         power = mx.power(abs(factor), mx.maximum(late, 0.0))
         if factor < 0:
             power = mx.where(late.astype(mx.int32) % 2 == 1, -power, power)
-        return mx.where((late > 0) & tokens, scores + mx.abs(scores) * (power - 1), scores)
+        raised = mx.where(scores == REMOVED_SCORE, score_of_removed, scores + mx.abs(scores) * (power - 1))
+        return mx.where((late > 0) & tokens, raised, scores)
 
     return LogitsProcessor(("length", "prompt_length"), process)

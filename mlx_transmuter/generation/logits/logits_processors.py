@@ -55,7 +55,7 @@ PROCESSOR_BUILDERS: dict[str, Callable[[Settings, int], LogitsProcessor]] = {
     "forced_eos_token_id": lambda s, vocab: forced_eos_token_id(s.forced_eos_token_id, vocab),
     "remove_invalid_values": lambda s, _: LogitsProcessor((), _replace_invalid_values),
     "exponential_decay_length_penalty": lambda s, vocab: exponential_decay_length_penalty(
-        s.exponential_decay_length_penalty or (0, 1.0), s.eos_token_id, vocab
+        s.exponential_decay_length_penalty or (0, 1.0), s.eos_token_id, vocab, under_beams=s.num_beams > 1
     ),
     "suppress_tokens": lambda s, vocab: suppress_tokens(s.suppress_tokens, vocab),
     "begin_suppress_tokens": lambda s, vocab: begin_suppress_tokens(

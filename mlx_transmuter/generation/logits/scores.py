@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from mlx_transmuter.ops.functional.exponential import fast_exp, softmax_numerator_and_sum
+from mlx_transmuter.ops.functional.exponential import fast_exp, reduce_last_axis, softmax_numerator_and_sum
 
 # The score of a token that a processor removes.
 REMOVED_SCORE = -mx.inf
@@ -42,5 +42,5 @@ def log_softmax_at(scores: mx.array, indices: mx.array, rows_per_prompt: int = 1
 def _max_and_log_sum(scores: mx.array) -> tuple[mx.array, mx.array]:
     """Returns the best score, and the logarithm of the sum of the exponentials of the distances to it: [rows, 1]
     each."""
-    best = mx.max(scores, axis=-1, keepdims=True)
+    best = reduce_last_axis(mx.max, scores)
     return best, mx.log(mx.sum(fast_exp(scores - best), axis=-1, keepdims=True))

@@ -21,6 +21,7 @@ from mlx_transmuter.generation.logits.processor_state import (
     gather_state,
 )
 from mlx_transmuter.generation.logits.processor_types import CustomProcessor
+from mlx_transmuter.generation.logits.score_faults import ScoreFault, best_scores, fault_of, tokens_or_faults
 from mlx_transmuter.generation.logits.scores import LOWEST_FINITE, log_softmax, log_softmax_at
 from mlx_transmuter.generation.logits.sequence_biases import recent_token_count
 from mlx_transmuter.generation.logits.top_k_indices import top_k_indices
@@ -80,8 +81,8 @@ class TokenSelection:
     def select_tokens(
         self, logits: mx.array, state: ProcessorState, fixed: ProcessorState
     ) -> tuple[mx.array, ProcessorState]:
-        """Returns the selection, int32 [rows, 1]: the token of each row; or [rows, 2] with the bits of its
-        log-probability (see `read_token`); and the state after it.
+        """Returns the selection, int32 [rows, 1]: the token of each row, or its ScoreFault where the scores leave none;
+        or [rows, 2] with the bits of its log-probability (see `read_token`); and the state after it.
 
         logits: [rows, vocab] of any float type. fixed: the fixed arrays, and those that the host computed for this
         token.
@@ -89,7 +90,8 @@ class TokenSelection:
         return self._compiled_select(logits, state, fixed)
 
     def read_token(self, selected_tokens: np.ndarray) -> tuple[int, float | None]:
-        """Returns the token, and its log-probability where asked for, of one row of what `select_tokens` returned."""
+        """Returns the token or ScoreFault, and the log-probability where asked for, of one row of what `select_tokens`
+        returned."""
         return int(selected_tokens[0]), float(selected_tokens[1:].view(np.float32)[0]) if self.logprobs else None
 
     def select_candidates(
@@ -97,18 +99,22 @@ class TokenSelection:
     ) -> tuple[mx.array, ProcessorState]:
         """Returns the best continuations of each prompt, for the beams' scores float32 [rows], and the next state.
 
-        int32 [prompts, n × candidate_count]: the indices beam × vocab + token, the bits of their scores, and where
-        asked for those of their log-probabilities; `read_candidates` reads a row of it.
+        int32 [prompts, n × candidate_count]: the indices beam × vocab + token, or ScoreFault.NAN where a score of the
+        prompt is NaN, the bits of their scores, and where asked for those of their log-probabilities; `read_candidates`
+        reads a row of it.
         """
         return self._compiled_rank(logits, state, fixed, scores)
 
-    def read_candidates(self, selected_candidates: np.ndarray) -> BeamCandidates:
-        """Returns the candidates of one prompt, a row of what `select_candidates` returned.
+    def read_candidates(self, selected_candidates: np.ndarray) -> BeamCandidates | ScoreFault:
+        """Returns the candidates of one prompt, a row of what `select_candidates` returned; the fault where a score of
+        the prompt is NaN.
 
         Sampled ones come in the order of their draws; of equal scores the lower index comes first.
         """
         parts = selected_candidates.reshape(-1, self.candidate_count)
         indices, values = parts[0].tolist(), parts[1:].view(np.float32)
+        if (fault := fault_of(indices[0])) is not None:
+            return fault
         scores, *logprobs = values.tolist()
         order = list(range(self.candidate_count))
         if not self.settings.do_sample:
@@ -138,7 +144,7 @@ class TokenSelection:
             noise, state = _gumbel_noise(state, scores.shape[-1])
             perturbed = scores + noise
         tokens = mx.argmax(perturbed, axis=-1, keepdims=True).astype(mx.int32)
-        columns = [tokens]
+        columns = [tokens_or_faults(tokens, best_scores(scores), sampled=self.settings.do_sample)]
         if self.logprobs:
             columns.append(array_to_bits(log_softmax_at(scores, tokens)))
         return mx.concatenate(columns, axis=-1), advance_state(state, tokens[:, 0])
@@ -157,7 +163,8 @@ class TokenSelection:
         if "random_keys" in state:
             descending = mx.argsort(-mx.take_along_axis(perturbed, best, axis=-1), axis=-1)
             best = mx.take_along_axis(best, descending, axis=-1)
-        columns = [best, array_to_bits(mx.take_along_axis(total, best, axis=-1))]
+        is_nan = mx.isnan(best_scores(total))
+        columns = [mx.where(is_nan, int(ScoreFault.NAN), best), array_to_bits(mx.take_along_axis(total, best, axis=-1))]
         if self.logprobs:
             columns.append(array_to_bits(log_softmax_at(processed, best, self.settings.num_beams)))
         return mx.concatenate(columns, axis=-1), state

@@ -47,8 +47,8 @@ def softmax_numerator_and_sum(x: mx.array) -> tuple[mx.array, mx.array | None]:
     """
     if not _uses_vector_exp(x):
         return mx.softmax(x, axis=-1, precise=True), None
-    weights = _compiled_vector_exp(mx.maximum(_LOWEST, x - _reduce_last_axis(mx.max, x)))
-    return weights, _reduce_last_axis(mx.sum, weights)
+    weights = _compiled_vector_exp(mx.maximum(_LOWEST, x - reduce_last_axis(mx.max, x)))
+    return weights, reduce_last_axis(mx.sum, weights)
 
 
 def scaled_sigmoid(x: mx.array, factor: mx.array) -> mx.array:
@@ -64,7 +64,7 @@ def _uses_vector_exp(x: mx.array) -> bool:
     return not mlx_has_vector_code and x.dtype == mx.float32 and x.size >= MIN_ELEMENTS
 
 
-def _reduce_last_axis(reduce: Callable[..., mx.array], x: mx.array) -> mx.array:
+def reduce_last_axis(reduce: Callable[..., mx.array], x: mx.array) -> mx.array:
     """Returns reduce(x) over the last axis, [..., 1]; long rows are first reduced to _ROW_PARTS parts each."""
     if x.size >= _MIN_TWO_STEP_ELEMENTS and x.shape[-1] % (8 * _ROW_PARTS) == 0:
         x = reduce(x.reshape(*x.shape[:-1], _ROW_PARTS, -1), axis=-2)

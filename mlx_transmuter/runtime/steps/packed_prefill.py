@@ -30,8 +30,11 @@ class PackedPrefillInputs(NamedTuple):
     def pack(
         pools: list[mx.array], prompts: Sequence[Sequence[int]], slot_table: np.ndarray, seq: int
     ) -> PackedPrefillInputs:
-        """Returns the inputs of prompts in one row of seq tokens; slot_table [prompts, ...] has their slots."""
-        tokens = np.zeros((1, seq), np.int32)
+        """Returns the inputs of prompts in one row of seq tokens; slot_table [prompts, ...] has their slots.
+
+        The padding is the first token again, so that it brings no value that is not a prompt's.
+        """
+        tokens = np.full((1, seq), next(prompt[0] for prompt in prompts if prompt), np.int32)
         positions, slots = np.full((2, 1, seq), -1, np.int32)
         logit_indices = np.zeros((1, len(prompts)), np.int32)
         start = 0
