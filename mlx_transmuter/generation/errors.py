@@ -29,4 +29,4 @@ class ScoreError(GenerationError):
         self.results = list(results)
         first = next(iter(faults.values()))
         where = abbreviate([f"row {row}, step {fault.step}" for row, fault in faults.items()])
-        super().__init__(where, first.fault.found, "a finite score to select a token by", first.fault.do)
+        super().__init__(where, first.fault.description, "a finite score to select a token by", first.fault.remedy)

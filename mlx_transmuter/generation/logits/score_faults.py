@@ -21,17 +21,17 @@ class ScoreFault(IntEnum):
     INFINITE = -3
 
     @property
-    def found(self) -> str:
+    def description(self) -> str:
         """What stands in place of scores, for a message."""
-        return _FOUND_AND_DO[self][0]
+        return _DESCRIPTION_AND_REMEDY[self][0]
 
     @property
-    def do(self) -> str:
+    def remedy(self) -> str:
         """What mends it, for a message."""
-        return _FOUND_AND_DO[self][1]
+        return _DESCRIPTION_AND_REMEDY[self][1]
 
 
-_FOUND_AND_DO = {
+_DESCRIPTION_AND_REMEDY = {
     ScoreFault.NAN: (
         "scores of NaN",
         "look for NaN in the weights, or numbers too large for float16 (convert with another dtype); "
