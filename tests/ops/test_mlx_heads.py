@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_transmuter.ops import OperatorError
 from mlx_transmuter.ops.mlx.heads import merge_heads, split_heads
 
 HEADS, DIM = 3, 4
@@ -24,3 +25,9 @@ def test_heads_are_split_and_merged_again(groups, seq):
 
 def test_no_rows_have_no_heads():
     assert split_heads(mx.zeros((0, 5, HEADS * DIM)), heads=HEADS).shape == (0, HEADS, 5, DIM)
+
+
+@pytest.mark.parametrize("heads", [-HEADS, 0, HEADS + 2])
+def test_heads_that_do_not_divide_a_vector_are_refused(heads):
+    with pytest.raises(OperatorError, match=f"{heads} heads of {HEADS * DIM} elements"):
+        split_heads(mx.zeros((2, 5, HEADS * DIM)), heads=heads)

@@ -4,11 +4,19 @@ import math
 
 import mlx.core as mx
 
+from mlx_transmuter.ops.registry import OperatorError
+
 
 def split_heads(x: mx.array, heads: int) -> mx.array:
-    """Returns x [batch, seq, …], whose other axes hold heads · dim elements, as [batch, heads, seq, dim]."""
+    """Returns x [batch, seq, …], whose other axes hold heads · dim elements, as [batch, heads, seq, dim].
+
+    Raises OperatorError for a number of heads that does not divide them.
+    """
     batch, seq = x.shape[:2]
-    dim = math.prod(x.shape[2:]) // heads
+    width = math.prod(x.shape[2:])
+    if heads < 1 or width % heads:  # MLX takes negative sizes whose product is right
+        raise OperatorError(f"{heads} heads of {width} elements a token", "a number of heads that divides them")
+    dim = width // heads
     if seq == 1:  # the same order of elements
         return x.reshape(batch, heads, 1, dim)
     return x.reshape(batch, seq, heads, dim).swapaxes(1, 2)
