@@ -37,6 +37,7 @@ class FakeDecoder:
     """
 
     prompt_mode = "chunks"
+    pads_last_chunk = False
 
     def __init__(
         self,
