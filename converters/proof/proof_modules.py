@@ -47,7 +47,8 @@ class ProofModules:
     def module(self, program: Program) -> ProgramModule:
         """Returns the module of a program."""
         tensors = program.tensors
-        if not self.budget.holds(program):
+        # Quantized weights may fit where their floats did not, but a CPU dequantizes them, many at a time.
+        if self.has_streamed or not self.budget.holds(program):
             self.has_streamed = True
             self.release()
             return _stream(program, self.staged.read)
