@@ -74,8 +74,8 @@ ENDS = {
     "the system's lack of memory": ("os.kill(os.getpid(), 9)", "as the system does where memory runs out"),
     "an exit": ("os._exit(3)", "exit code 3"),
     "a traceback": ("sys.stderr = open(os.devnull, 'w'); raise KeyError", "exit code 1"),
-    "an endless loop": ("while True: pass", r"stood still for 1 seconds \(running the graph\)"),
-    "an endless sleep": ("time.sleep(600)", "stood still for 1 seconds"),
+    "an endless loop": ("while True: pass", r"stood still for 4 seconds \(running the graph\)"),
+    "an endless sleep": ("time.sleep(600)", "stood still for 4 seconds"),
     "memory": ("print(json.dumps({'memory': '9 bytes'}), flush=True); time.sleep(600)", "9 bytes .*at most [0-9]+"),
 }
 
@@ -86,7 +86,7 @@ def test_whatever_ends_the_child_is_one_error(source, tmp_path, monkeypatch, end
     monkeypatch.setattr(child_process, "_PROGRAM", HEAD + code)
     if "endless" in end:
         run_child = child_process.run_child
-        monkeypatch.setattr(child_process, "run_child", lambda request, path: run_child(request, path, 1))
+        monkeypatch.setattr(child_process, "run_child", lambda request, path: run_child(request, path, 4))
     out = pipeline.convert(source, "model.onnx", tmp_path / "out", progress=False)
     before = folder_contents(tmp_path)
     with pytest.raises(ConvertError, match=message) as raised:
@@ -97,10 +97,10 @@ def test_whatever_ends_the_child_is_one_error(source, tmp_path, monkeypatch, end
 
 
 def test_a_child_that_goes_on_slowly_is_left_alone(source, tmp_path, monkeypatch):
-    slow = "for i in range(6): time.sleep(0.5); print(json.dumps({'stage': 'reading'}), flush=True)\nprint('{\"done\": true}', flush=True)"
+    slow = "for i in range(12): time.sleep(0.5); print(json.dumps({'stage': 'reading'}), flush=True)\nprint('{\"done\": true}', flush=True)"
     monkeypatch.setattr(child_process, "_PROGRAM", HEAD + slow)
     run_child = child_process.run_child
-    monkeypatch.setattr(child_process, "run_child", lambda request, path: run_child(request, path, 1.5))
+    monkeypatch.setattr(child_process, "run_child", lambda request, path: run_child(request, path, 4))
     child_process.convert(source, "model.onnx", tmp_path / "out", progress=False)
     assert (tmp_path / "out" / "program.json").read_text() == "half"
 
