@@ -141,8 +141,9 @@ def run_child(request: dict[str, Any], path: Path, stall_seconds: float = STALL_
         raise ConvertError(
             path,
             f"a conversion whose process was ended by {describe_end(child.wait())} ({stage})",
-            "a graph that can be read and run",
-            CHECK_FILE,
+            # MLX ends a process that gets no memory by a signal too.
+            f"a graph that can be read and run in {request['max_bytes'] / 1e9:.1f} GB of memory",
+            f"give it more memory if the model is large (--max-memory, max_memory=), else {CHECK_FILE}",
         )
 
 
