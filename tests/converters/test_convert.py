@@ -196,7 +196,8 @@ DECODERS = {
     "no tokens": (lambda m: rename(m, "input_ids", "words"), "the inputs words|input_ids"),
     "an input of a task": (lambda m: m.graph.input.append(helper.make_tensor_value_info("pixel_values", TensorProto.FLOAT, [1, 3])), "the inputs pixel_values"),
     "heads of no fixed size": (lambda m: setattr(m.graph.input[3].type.tensor_type.shape.dim[1], "dim_param", "heads"), "past_key_values.0.key"),
-    "a vocabulary that it does not give": (lambda m: setattr(m.graph.output[0].type.tensor_type.shape.dim[2], "dim_value", toy.VOCAB + 1), r"logits of shape .1, 13, 16."),
+    "a vocabulary that it does not embed": (lambda m: setattr(m.graph.output[0].type.tensor_type.shape.dim[2], "dim_value", toy.VOCAB + 1), "logits of 17 tokens, and a table of 16"),
+    "a vocabulary that it does not give": (lambda m: setattr(m.graph.output[0].type.tensor_type.shape.dim[2], "dim_value", toy.VOCAB - 1), r"logits of shape .1, 13, 16."),
 }  # fmt: skip
 
 
