@@ -39,7 +39,9 @@ def conversions(monkeypatch):
     """A converter that writes what it was given: (the files of the folder, the file)."""
     seen = []
 
-    def convert(folder, file, out, *, progress=True, base_model=None, precision=None, replace_converted=True):
+    def convert(
+        folder, file, out, *, progress=True, base_model=None, precision=None, replace_converted=True, **options
+    ):
         seen.append((folder, file))
         out.mkdir(parents=True)
         data = [file, (folder / file).read_bytes().decode("latin-1"), precision and precision.dtype]

@@ -101,9 +101,9 @@ def test_kernels_of_a_step(name, per_layer, fixed, loaded):
 @pytest.mark.parametrize(
     ("settings", "most"),
     [
-        ({"do_sample": False}, 2),
+        ({"do_sample": False}, 3),
         ({"do_sample": True, "top_k": 40, "top_p": 0.9}, 31),
-        ({"do_sample": False, "token_logprobs": True}, 10),
+        ({"do_sample": False, "token_logprobs": True}, 11),
     ],
 )
 def test_kernels_of_a_choice(settings, most, loaded):

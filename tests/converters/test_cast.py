@@ -66,6 +66,10 @@ def test_the_logits_are_onnxruntimes_of_the_float32_file(name, dtype, tmp_path):
         with pytest.raises(ConvertError, match=r"of their range in bfloat16;.*: use float32\.$"):
             run(FIXTURES / name, tmp_path / "out", dtype)
         return
+    if name.startswith("phi3_longrope"):  # the tables of its rotation are chosen by an If
+        with pytest.raises(ConvertError, match=f"branches, for {dtype}"):
+            run(FIXTURES / name, tmp_path / "out", dtype)
+        return
     folder = run(FIXTURES / name, tmp_path / "out", dtype)
     program = program_of(folder)
     owned = [

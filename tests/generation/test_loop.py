@@ -319,7 +319,9 @@ def test_a_context_takes_the_extra_inputs_that_the_decoder_declares():
     ]
     logits = SimpleNamespace(name="logits", dtype="float32", shape=("batch", "length", VOCAB))
     model = fake_model()
-    model.decoder = SimpleNamespace(program=SimpleNamespace(inputs=inputs, outputs=[logits], all_nodes=list))
+    model.decoder = SimpleNamespace(
+        program=SimpleNamespace(inputs=inputs, outputs=[logits], all_nodes=list, input=lambda name: None)
+    )
     declared = ("encoder_hidden_states", "encoder_attention_mask")
     assert generation.context(model).extra_input_names == declared
     assert generation.context(model, given=["encoder_hidden_states"]).extra_input_names == declared[:1]

@@ -31,7 +31,7 @@ def test_one_step_over_padded_rows_gives_the_logits_of_each_prompt(name, loaded)
 def test_a_model_without_a_cache_has_no_such_inputs():
     value = SimpleNamespace(name="logits", dtype="float32", shape=("batch", "length", 8))
     tokens = SimpleNamespace(name="input_ids", dtype="int64", shape=("batch", "length"))
-    program = SimpleNamespace(inputs=[tokens], outputs=[value])
+    program = SimpleNamespace(inputs=[tokens], outputs=[value], input=lambda name: None)
     assert generation.prompt_inputs(SimpleNamespace(decoder=SimpleNamespace(program=program)), 2, 3) == ({}, {})
     program.outputs = [SimpleNamespace(name="last_hidden_state", dtype="float32", shape=("batch", "length", 8))]
     assert generation.prompt_inputs(SimpleNamespace(decoder=SimpleNamespace(program=program)), 2, 3) == ({}, {})

@@ -115,8 +115,9 @@ def _prefers_dequantized(x: mx.array, layer: Any) -> bool:
 
 def _quantized_product(layer: Any, x: mx.array) -> mx.array:
     """Returns x times a quantized layer's transposed weight, plus its bias."""
-    if not (x.size and layer.weight.size):  # of no elements MLX's kernel divides by zero
-        return mx.zeros((*x.shape[:-1], layer.weight.shape[0]), x.dtype)
+    weight = layer.get("weight")  # a layer that a user put there may have none
+    if weight is not None and not (x.size and weight.size):  # of no elements MLX's kernel divides by zero
+        return mx.zeros((*x.shape[:-1], weight.shape[0]), x.dtype)
     return layer.as_linear(x) if type(layer) is nn.QuantizedEmbedding else layer(x)
 
 
