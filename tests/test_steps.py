@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from decoding import decoded, prefill, rows_of, tokens_of, unrewritten_module
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from mlx_transmuter import generation
 from mlx_transmuter.cache import CacheIndex
@@ -21,6 +21,7 @@ from mlx_transmuter.runtime.cache_session import CacheSession
 from mlx_transmuter.runtime.decoder import Decoder
 from mlx_transmuter.runtime.prefill_schedule import prefill_chunks
 from mlx_transmuter.runtime.steps.pooled import PooledStep, PooledStepInputs
+from scripts.kernels.exported_graph import export_parts
 
 pytestmark = pytest.mark.slow
 
@@ -176,24 +177,10 @@ WIDE = (mx.float64, mx.int64, mx.uint64, mx.complex64)
 MOST_INDEX_ARRAYS = 20
 
 
-def exported_parts(function, *args) -> list[dict]:
-    """Returns what MLX exports of a function of arrays: its constants and its operations."""
-    given_arrays = [leaf for _, leaf in tree_flatten(list(args)) if isinstance(leaf, mx.array)]
-
-    def function_of_leaves(*arrays):
-        left = iter(arrays)
-        actual = function(*tree_map(lambda leaf: next(left) if isinstance(leaf, mx.array) else leaf, list(args)))
-        return tuple(leaf for _, leaf in tree_flatten(actual) if isinstance(leaf, mx.array))
-
-    actual: list[dict] = []
-    mx.export_function(actual.append, function_of_leaves, *given_arrays)
-    return actual
-
-
 def lacking(function, *args) -> list[str]:
     """Returns what Metal lacks among the operations of a function of arrays; empty for one that runs there."""
     problems, count = [], 0
-    for part in exported_parts(function, *args):
+    for part in export_parts(function, *args):
         if part["type"] == "constants":
             problems += [f"a constant of {array.dtype}" for _, array in part["constants"] if array.dtype in WIDE]
         if part["type"] != "primitive":
@@ -276,7 +263,7 @@ def test_a_step_of_one_token_has_no_operations_to_spare(loaded):
         decoder.graph
     )
     arrays = (mx.array([[5]]), mx.array([3]), mx.array([1]), mx.array([[3]]))
-    actual = exported_parts(
+    actual = export_parts(
         lambda *arrays: step(PooledStepInputs(list(arrays[:-4]), *arrays[-4:], None, None, {}, None)),
         *session.pools.arrays,
         *arrays,

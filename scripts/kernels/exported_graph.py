@@ -49,6 +49,11 @@ class ExportedGraph:
 
 def export_graph(function: Callable[..., Any], *args: Any) -> ExportedGraph:
     """Returns the graph of a function for arguments whose arrays may lie in lists, tuples and dicts."""
+    return _merge_marked(_read_parts(export_parts(function, *args)))
+
+
+def export_parts(function: Callable[..., Any], *args: Any) -> list[dict[str, Any]]:
+    """Returns what MLX exports of such a function: its constants and its operations."""
     leaves = [leaf for _, leaf in tree_flatten(list(args)) if isinstance(leaf, mx.array)]
 
     def function_of_leaves(*arrays: mx.array) -> tuple[mx.array, ...]:
@@ -58,7 +63,7 @@ def export_graph(function: Callable[..., Any], *args: Any) -> ExportedGraph:
 
     parts: list[dict[str, Any]] = []
     mx.export_function(parts.append, function_of_leaves, *leaves)
-    return _merge_marked(_read_parts(parts))
+    return parts
 
 
 def _read_parts(parts: Sequence[dict[str, Any]]) -> ExportedGraph:

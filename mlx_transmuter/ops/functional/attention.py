@@ -91,7 +91,7 @@ def attention_weights_and_scores(
     batch, heads, seq, _ = q.shape
     scores = cap_scores(attention_scores(q * scale, k).astype(mx.float32), softcap)
     if bias is not None:
-        scores = scores + mx.maximum(bias.astype(mx.float32), lowest_addable_score(mx.float32))
+        scores = scores + finite_mask(bias, mx.float32)
     if visibility is not None:
         scores = mx.where(visibility, scores, lowest_addable_score(mx.float32))
     if sinks is None:
